@@ -1,0 +1,1 @@
+"""Checkpoint: commits training state to disk and proves it is whole. May import config, rundir, observe."""

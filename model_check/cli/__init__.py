@@ -1,0 +1,1 @@
+"""Cli: the verbs; prints and exits. May import any room."""

@@ -1,0 +1,1 @@
+"""Data: sources, tokenizers, packed cache, resumable loader. May import config, observe."""

@@ -1,0 +1,91 @@
+"""Appending and reading JSON files so that a kill at any moment loses at most the last line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a non-finite number is written as its name, so that every reader can parse the file."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+def _dumps(record: Any, **kwargs: Any) -> str:
+    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, **kwargs)
+
+
+class JsonlWriter:
+    """Appends an object a line with one write(2): readers see whole lines, SIGKILL tears at most the last."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, record: dict[str, Any]) -> None:
+        os.write(self._fd, (_dumps(record) + "\n").encode())
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+@dataclass
+class JsonlReading:
+    """What could be read, and a sentence for each line that could not."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+
+
+def read_jsonl(path: Path) -> JsonlReading:
+    """Every whole record of the file; a missing file is an empty one."""
+    reading = JsonlReading()
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return reading
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        torn_tail = number == len(lines)
+        try:
+            record = json.loads(line)
+        except ValueError:
+            what = "the last record is torn (its writer was killed)" if torn_tail else "is not JSON"
+            reading.damage.append(f"{path.name}:{number}: {what}")
+            continue
+        if isinstance(record, dict):
+            reading.records.append(record)
+        else:
+            reading.damage.append(f"{path.name}:{number}: is not an object")
+    return reading
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Readers see the old file or the new one, never a part of either."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    scratch.write_text(_dumps(value, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def read_json(path: Path) -> Any | None:
+    """The file's value, or None where it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,104 @@
+"""Where everything of one run lives."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_check.errors import RunDirError
+
+DEFAULT_ROOT = Path(".outputs")
+
+
+def new_run_id() -> str:
+    """Sorts by time; the process id keeps two runs of one second apart."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of a run. Making one touches nothing; `create` does."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, root: Path | str | None = None, *, resuming: bool = False) -> RunDir:
+        """A new, empty run directory (or an existing one when resuming into it)."""
+        path = Path(root) if root else DEFAULT_ROOT / new_run_id()
+        if path.exists() and not path.is_dir():
+            raise RunDirError(f"--run-dir {path} is a file", remedy="name a directory that does not exist yet")
+        if path.is_dir() and any(path.iterdir()) and not resuming:
+            raise RunDirError(
+                f"--run-dir {path} already holds a run",
+                remedy="name a new directory, or add --resume auto to continue into it",
+            )
+        try:
+            for folder in (path, path / "blackbox", path / "events"):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirError(
+                f"--run-dir {path} cannot be made: {error.strerror}", remedy="name a directory you may write to"
+            ) from error
+        return cls(path.resolve())
+
+    @classmethod
+    def open(cls, root: Path | str) -> RunDir:
+        """An existing run directory, for readers."""
+        path = Path(root)
+        if not path.is_dir():
+            raise RunDirError(f"there is no run directory {path}", remedy="pass the folder that the run printed")
+        return cls(path.resolve())
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def verdict(self) -> Path:
+        return self.root / "verdict.json"
+
+    @property
+    def logs(self) -> Path:
+        """A link to the per-rank logs of this run."""
+        return self.root / "logs"
+
+    @property
+    def events_dir(self) -> Path:
+        return self.root / "events"
+
+    @property
+    def blackbox_dir(self) -> Path:
+        return self.root / "blackbox"
+
+    @property
+    def stacks_dir(self) -> Path:
+        return self.root / "stacks"
+
+    @property
+    def flight_dir(self) -> Path:
+        return self.root / "flight"
+
+    @property
+    def dumps_dir(self) -> Path:
+        return self.root / "dumps"
+
+    def ring(self, rank: int) -> Path:
+        return self.blackbox_dir / f"rank-{rank:05d}.ring"
+
+    def events(self, rank: int) -> Path:
+        return self.events_dir / f"rank-{rank:05d}.jsonl"
+
+    @property
+    def supervisor_events(self) -> Path:
+        """What the launcher saw from outside: starts, exits, signals, stalls."""
+        return self.events_dir / "supervisor.jsonl"

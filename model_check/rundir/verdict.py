@@ -1,0 +1,75 @@
+"""The verdict: what happened to a run, and the findings that say why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from model_check.rundir.files import read_json, write_json_atomic
+
+SCHEMA = 1
+
+Outcome = Literal["running", "completed", "failed", "interrupted"]
+Certainty = Literal["proven", "observed", "suspected"]
+Severity = Literal["error", "warning", "info"]
+
+
+@dataclass
+class Finding:
+    """One named fault: who, where, why, and what to do."""
+
+    code: str
+    title: str
+    certainty: Certainty = "observed"
+    severity: Severity = "error"
+    ranks: list[int] = field(default_factory=list)
+    victims: list[int] = field(default_factory=list)
+    step: int | None = None
+    phase: str | None = None
+    location: str | None = None
+    function: str | None = None
+    tensor: str | None = None
+    evidence: list[str] = field(default_factory=list)
+    fix: list[str] = field(default_factory=list)
+    seconds_to_detect: float | None = None
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Finding:
+        known = {f.name for f in fields(cls)}
+        return cls(**{k: v for k, v in value.items() if k in known})
+
+
+@dataclass
+class Verdict:
+    """The first finding is the root cause."""
+
+    outcome: Outcome = "running"
+    exit_code: int | None = None
+    world_size: int = 0
+    steps_completed: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        body = asdict(self)
+        return {"schema": body.pop("schema"), **body}
+
+    def write(self, path: Path) -> None:
+        write_json_atomic(path, self.to_json())
+
+    @classmethod
+    def read(cls, path: Path) -> Verdict | None:
+        """The verdict in the file, or None where there is none that can be read."""
+        value = read_json(path)
+        if not isinstance(value, dict):
+            return None
+        findings = [Finding.from_json(f) for f in value.get("findings", []) if isinstance(f, dict)]
+        return cls(
+            outcome=value.get("outcome", "running"),
+            exit_code=value.get("exit_code"),
+            world_size=value.get("world_size", 0),
+            steps_completed=value.get("steps_completed", 0),
+            findings=findings,
+            schema=value.get("schema", SCHEMA),
+        )
