@@ -1,0 +1,181 @@
+"""Training speed of one GPU, ours beside transformers, interleaved in one process.
+
+    python benchmarks/throughput.py --layers 4 --batch 2 --context 8192
+
+Every variant trains the same shape on the same random tokens. A round is a few steps of each variant in turn, so that
+clocks and neighbours disturb all alike; the table has medians over the rounds. MFU counts causal attention half and
+leaves out the input embedding (docs/configuration of the peak: model_check/plan/peaks.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from model_check.config.shapes import built_in_shape
+from model_check.engine.place import Place
+from model_check.engine.precision import Precision
+from model_check.engine.split_adamw import SplitAdamW
+from model_check.engine.step import TrainStep
+from model_check.models import apply_compile, build_model
+from model_check.plan.flops import count_flops_per_token
+from model_check.plan.peaks import peak_flops
+
+RESULTS = Path(__file__).parent / "results"
+DEVICE = torch.device("cuda")
+
+
+def batch(args: argparse.Namespace, vocabulary: int) -> SimpleNamespace:
+    tokens = torch.randint(0, vocabulary, (args.batch, args.context + 1), device=DEVICE)
+    return SimpleNamespace(
+        tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), document_ids=None, positions=None
+    )
+
+
+def ours(args: argparse.Namespace, shape: Any, *, state_dtype: torch.dtype) -> Callable[[Any], None]:
+    """Model Check: bf16 parameters with an exact fp32 master, per-block compile, fused loss."""
+    model = build_model(shape, DEVICE, torch.bfloat16)
+    apply_compile(model)
+    optimizer = SplitAdamW(model.parameters(), lr=1e-5, state_dtype=state_dtype)
+    step = TrainStep(model, optimizer, Precision.choose("bf16", DEVICE), Place(device=DEVICE), max_grad_norm=1.0)
+    return lambda data: step([data], 1e-5)
+
+
+def transformers_model(shape: Any, dtype: torch.dtype) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        rms_norm_eps=shape.norm_eps,
+        max_position_embeddings=131072,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.set_default_dtype(dtype)
+    with DEVICE:
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    for layer in model.model.layers:
+        layer.compile()
+    return model
+
+
+def peer(args: argparse.Namespace, shape: Any, *, dtype: torch.dtype) -> Callable[[Any], None]:
+    """transformers, each block compiled (its fair number), torch's fused AdamW, clipping."""
+    model = transformers_model(shape, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step(data: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
+            logits = model(data.tokens).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), data.targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+VARIANTS: dict[str, Callable[..., Callable[[Any], None]]] = {
+    "model-check bf16, fp32 master": lambda a, s: ours(a, s, state_dtype=torch.float32),
+    "model-check bf16, fp32 master, bf16 moments": lambda a, s: ours(a, s, state_dtype=torch.bfloat16),
+    "transformers bf16, no master": lambda a, s: peer(a, s, dtype=torch.bfloat16),
+    "transformers fp32 master, bf16 autocast": lambda a, s: peer(a, s, dtype=torch.float32),
+}
+
+
+def timed(step: Callable[[Any], None], data: Any, steps: int) -> float:
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    for _ in range(steps):
+        step(data)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - before) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--only", default="", help="run the variants whose name contains this")
+    parser.add_argument("--output", type=Path, default=None)
+    args = parser.parse_args()
+    base = built_in_shape(args.model)
+    assert base is not None, f"unknown model {args.model}"
+    shape = replace(base, num_layers=args.layers)
+    data = batch(args, shape.vocab_size)
+    tokens = args.batch * args.context
+    flops, peak = count_flops_per_token(shape, args.context), peak_flops(torch.cuda.get_device_name(), "bf16")
+    steps: dict[str, Callable[[Any], None]] = {}
+    memory: dict[str, float] = {}
+    for name, make in VARIANTS.items():
+        if args.only not in name:
+            continue
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        steps[name] = make(args, shape)
+        for _ in range(3):
+            steps[name](data)
+        torch.cuda.synchronize()
+        memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        gc.collect()
+        torch.cuda.empty_cache()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(args.rounds):
+        for name, step in steps.items():
+            seconds[name].append(timed(step, data, args.steps))
+    rows = []
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        rows.append(
+            {
+                "variant": name,
+                "tokens_per_s": round(tokens / median),
+                "mfu": round(flops * tokens / median / peak, 4) if peak else None,
+                "peak_gib": round(memory[name], 1),
+                "step_ms": round(median * 1e3, 2),
+                "spread": round((max(values) - min(values)) / median, 4),
+            }
+        )
+        row = rows[-1]
+        mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "-"
+        print(f"{name:46s} {row['tokens_per_s']:>8,} tokens/s  MFU {mfu}  {row['peak_gib']} GiB  {row['step_ms']} ms")
+    record = {
+        "benchmark": "throughput",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": f"python benchmarks/throughput.py --layers {args.layers} --batch {args.batch} --context {args.context}",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "shape": {"model": args.model, "layers": args.layers, "parameters": shape.parameters()},
+        "rows": rows,
+    }
+    output = args.output or RESULTS / f"throughput-{record['date']}-{args.layers}layers.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Model Check trains LLaMA-style models on every GPU you have, and says why when a run breaks.
+
+    from model_check import load_config, validate_config, DDPTrainer, SimpleModel
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from model_check.config import Config, load_config, validate_config
+    from model_check.engine.trainer import DDPTrainer
+    from model_check.models import SimpleModel
+
+__version__ = "0.1.0"
+
+# Loaded on first use: reading a configuration or a run directory must not wait for torch.
+_HOMES = {
+    "Config": "model_check.config",
+    "load_config": "model_check.config",
+    "validate_config": "model_check.config",
+    "DDPTrainer": "model_check.engine.trainer",
+    "SimpleModel": "model_check.models",
+}
+
+__all__ = ["Config", "DDPTrainer", "SimpleModel", "load_config", "validate_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'model_check' has no attribute '{name}'")

@@ -1,0 +1,127 @@
+"""What one rank of `model-check train` does: the entry that the launcher starts, or torchrun's process itself."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model_check.config import Config, to_jsonable
+from model_check.data import prepare
+from model_check.engine.data_spec import data_spec
+from model_check.engine.loop import StepInfo
+from model_check.engine.place import Place, join, leave
+from model_check.engine.profile import profiled
+from model_check.engine.worker import assemble, find_checkpoint, fit, open_loader
+from model_check.launch import RankContext, step_line
+from model_check.observe.metrics import MetricsWriter, Sink, TensorBoardSink, WandbSink
+from model_check.rundir import RunDir
+
+EXIT_SAVED = 75
+
+
+@dataclass(frozen=True)
+class TrainOrder:
+    """What the launcher tells every rank; plain data, so that it can be pickled."""
+
+    config: Config
+    resume: str | None = None
+    save: bool = True
+
+
+class _StopFlag:
+    """Remembers that this rank was asked to stop; the ranks agree on the step in the reduction they share anyway."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._remember)
+        # Ctrl-C reaches the whole foreground group; the launcher passes it on as SIGTERM.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.number = number
+
+    def __call__(self) -> bool:
+        return self.number is not None
+
+
+@contextlib.contextmanager
+def _metrics(order: TrainOrder, place: Place, run_dir: RunDir) -> Iterator[MetricsWriter | None]:
+    """Rank 0 alone writes metrics and talks to trackers."""
+    if not place.is_first:
+        yield None
+        return
+    sinks: list[Sink] = []
+    if order.config.logging.tensorboard:
+        sinks.append(TensorBoardSink(run_dir.root / "tensorboard"))
+    if order.config.logging.wandb:
+        sinks.append(WandbSink(run_dir.root, to_jsonable(order.config)["values"]))
+    writer = MetricsWriter(run_dir.metrics, sinks)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def train_rank(context: RankContext, order: TrainOrder) -> None:
+    """Trains as one rank; returns after the last step, or exits with 75 (saved) or 143 (not saved) when asked to stop."""
+    config = order.config
+    stop = _StopFlag()
+    run_dir = RunDir(Path(context.run_dir))
+    place = Place(context.rank, context.world_size, torch.device(context.device), context.label)
+    threads = max(1, torch.get_num_threads() // context.local_world_size) if place.device.type == "cpu" else 1
+    torch.set_num_threads(threads)
+
+    def say(line: str) -> None:
+        print(f"[{context.label}] {line}", flush=True)
+
+    join(place, backend=config.system.backend, timeout_s=config.system.timeout_s)
+    data = prepare(data_spec(config))
+    session = assemble(config, place, open_loader(config, place, data.train), held_out=data.valid)
+    checkpoint_dir = Path(config.checkpoint.dir)
+    checkpoint, notes = find_checkpoint(order.resume, checkpoint_dir)
+    if place.is_first:
+        for note in notes:
+            say(f"resume: {note}")
+    if checkpoint is not None:
+        session.restore(checkpoint)
+        say(f"resume: continuing after step {checkpoint.step} from {checkpoint.path}")
+    trace_dir = run_dir.root / "profile" if config.training.profile and place.is_first else None
+    with _metrics(order, place, run_dir) as metrics, profiled(trace_dir) as step_done:
+
+        def on_step(info: StepInfo) -> None:
+            if metrics is not None:
+                metrics.write(info.record())
+            if info.step % config.training.log_interval == 0 or info.step == config.training.max_steps - 1:
+                print(
+                    step_line(
+                        context.label,
+                        info.step,
+                        config.training.max_steps,
+                        info.loss,
+                        info.lr,
+                        info.grad_norm,
+                        info.eta_s,
+                    ),
+                    flush=True,
+                )
+            step_done()
+
+        last = fit(
+            session,
+            on_step=on_step,
+            checkpoint_dir=checkpoint_dir if order.save else None,
+            say=say,
+            stop_requested=stop,
+        )
+    leave()
+    if last is not None and last.stop:
+        saved = order.save and config.checkpoint.interval > 0
+        say("stopped by request" + (", state saved" if saved else ""))
+        sys.exit(EXIT_SAVED if saved else 128 + signal.SIGTERM)

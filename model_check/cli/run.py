@@ -1,0 +1,123 @@
+"""`model-check run`: any PyTorch script, or a job that brings its own launcher, under the black box."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from model_check.errors import UsageError
+from model_check.launch.supervisor import Limits, Supervisor
+from model_check.rundir import RunDir, Verdict
+from model_check.rundir.verdict import Outcome
+
+
+def run(
+    context: typer.Context,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", "--nproc-per-node", help="Ranks to start on this machine (default 1).")
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="Where the evidence and the verdict go (default .outputs/<run-id>)."),
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module name, as in python -m.")] = False,
+    hang_kill_after_s: Annotated[
+        float, typer.Option("--hang-kill-after-s", min=0.0, help="End an idle hang after this long; 0: only on proof.")
+    ] = 300.0,
+) -> None:
+    """Run SCRIPT ARGS… on N ranks as torchrun would, and name every hang and crash: rank, line, cause, fix.
+
+    With `--` in front, run a COMMAND that starts its ranks itself (torchrun, accelerate launch, mp.spawn).
+
+    Exit code: what the ranks returned (128 + the signal of a killed one), or 1 where a proven hang was ended.
+
+    Examples:
+
+      model-check run --nproc 2 train.py --its --own args
+
+      model-check run -- torchrun --nproc-per-node 2 train.py
+    """
+    words = list(context.args)
+    if not words:
+        raise UsageError("run needs a script", remedy="model-check run --nproc 2 train.py, or run -- COMMAND")
+    own_launcher = _after_double_dash(words)
+    if own_launcher and (nproc is not None or module):
+        raise UsageError(
+            "--nproc and -m do not go with a command after --, which starts its own ranks",
+            remedy="give the number of ranks to that command",
+        )
+    directory = RunDir.create(run_dir)
+    supervisor = _supervisor(directory, hang_kill_after_s)
+    if own_launcher:
+        verdict = _run_command(words, directory, supervisor)
+    else:
+        verdict = _run_script(words, nproc or 1, module, directory, supervisor)
+    _show_end(verdict, directory)
+    raise typer.Exit(verdict.exit_code or 0)
+
+
+def _after_double_dash(words: list[str]) -> bool:
+    """The parser swallows the `--`; as typed it stands right before the first word that is not ours."""
+    typed = sys.argv[1:]
+    return len(typed) > len(words) and typed[-len(words) - 1] == "--"
+
+
+def _supervisor(directory: RunDir, hang_kill_after_s: float) -> Supervisor:
+    from model_check.diagnose import Examiner, render
+    from model_check.observe.service import request
+
+    examiner = Examiner(directory)
+    color = sys.stderr.isatty()
+    return Supervisor(
+        directory,
+        examine=lambda _, live: examiner.update(live=live),
+        say=lambda line: print(f"[model-check] {line}", file=sys.stderr, flush=True),
+        show=lambda verdict: print(render(verdict, color=color), file=sys.stderr, flush=True),
+        request_flight=request,
+        limits=Limits(kill_after_s=hang_kill_after_s),
+    )
+
+
+def _run_script(words: list[str], nproc: int, module: bool, directory: RunDir, supervisor: Supervisor) -> Verdict:
+    # torch comes with these: a usage error must not wait for it.
+    from model_check.launch.foreign import ForeignScript, run_script
+
+    script = ForeignScript(words[0], tuple(words[1:]), module)
+    script.check()
+    result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor)
+    if result.outcome == "interrupted":
+        supervisor.note_stop(result.message)
+    return supervisor.finish(result.outcome, result.exits, result.exit_code)
+
+
+def _run_command(words: list[str], directory: RunDir, supervisor: Supervisor) -> Verdict:
+    from model_check.launch.command import run_command
+    from model_check.launch.injection import injected_environment
+
+    result = run_command(
+        words, run_dir=directory, env=injected_environment(directory, os.environ), supervisor=supervisor
+    )
+    outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
+    if result.interrupted:
+        outcome = "interrupted"
+        supervisor.note_stop("interrupted by a signal")
+    return supervisor.finish(outcome, (), result.exit_code)
+
+
+def _show_end(verdict: Verdict, directory: RunDir) -> None:
+    from model_check.diagnose import render
+
+    sys.stdout.flush()
+    if verdict.findings:
+        print(render(verdict, color=sys.stderr.isatty()), file=sys.stderr)
+    print(f"[model-check] {verdict.outcome}; run directory: {_short(directory.root)}", file=sys.stderr, flush=True)
+
+
+def _short(path: Path) -> str:
+    """Relative where that is shorter, so that it can be typed after `model-check diagnose`."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)

@@ -1,0 +1,46 @@
+"""The last lines of a run: what came of it and where everything is."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from model_check.rundir import RunDir, read_jsonl
+
+# The first steps compile and warm up; they are left out of the speed, never out of the loss.
+WARMUP_STEPS = 3
+
+
+def summary_lines(run_dir: RunDir, log_dir: Path, *, entropy_floor: float | None = None) -> list[str]:
+    """Final loss, speed, and the two folders a person needs next."""
+    records = read_jsonl(run_dir.metrics).records
+    lines = []
+    if records:
+        lines.append(_result_line(records, entropy_floor))
+    lines.append(f"run directory  {_short(run_dir.root)}")
+    lines.append(f"logs           {log_dir}")
+    return lines
+
+
+def _result_line(records: list[dict[str, Any]], entropy_floor: float | None) -> str:
+    last = records[-1]
+    steady = records[WARMUP_STEPS:] or records
+    speed = statistics.median(r["tokens_per_s"] for r in steady)
+    parts = [f"{last['step'] + 1} steps", f"final loss {float(last['loss']):.4f}"]
+    if entropy_floor is not None:
+        parts[-1] += f" (floor {entropy_floor:.4f})"
+    parts.append(f"{speed:,.0f} tokens/s")
+    mfu = [r["mfu"] for r in steady if r.get("mfu")]
+    if mfu:
+        parts.append(f"MFU {statistics.median(mfu):.1%}")
+    parts.append(f"peak {max(r['memory_gib'] for r in records):.1f} GiB")
+    return "done: " + ", ".join(parts)
+
+
+def _short(path: Path) -> str:
+    """Relative to where the user stands, when that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,170 @@
+"""`model-check train`: configuration, GPUs, data, ranks, summary."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
+from model_check.config import Config, check_world, to_jsonable, unsupported
+from model_check.errors import ConfigError, UsageError
+from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
+from model_check.rundir import RunDir, Verdict, write_json_atomic
+
+CPU_RANKS = 2
+
+
+def train(
+    preset: Annotated[str | None, typer.Option(help="debug, production, full, stable, 14b or 32b.")] = None,
+    config: Annotated[list[Path] | None, typer.Option(help="A JSON or YAML file; repeatable, later ones win.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="One value, e.g. --set training.learning_rate=3e-4; repeatable.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="The same as --preset debug.")] = False,
+    gpus: Annotated[str | None, typer.Option(help="all, auto (least used), or ids: 3, 0,3 or 0-3.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Number of ranks: one per GPU, or CPU ranks without one.")] = None,
+    nnodes: Annotated[int, typer.Option(help="Hosts of the job; run the same command on each.")] = 1,
+    rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT of the first host, with --nnodes.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
+    fast_dev_run: Annotated[int, typer.Option(help="Only N steps, without checkpoints and trackers.")] = 0,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
+    num_workers: Annotated[int | None, typer.Option(help="Loader workers per rank.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto, or the folder of a checkpoint.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+    single: Annotated[bool, typer.Option("--single", hidden=True, help="One rank, on system.device_id.")] = False,
+) -> int:
+    """Train a LLaMA on every GPU of this machine, or on two CPU ranks where there is none.
+
+    Example: model-check train --preset debug --max-steps 20
+    """
+    flags = flag_values(
+        max_steps=max_steps,
+        fast_dev_run=fast_dev_run,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        profile=profile,
+    )
+    resolved = configured(preset, debug, config or [], overrides or [], flags)
+    visible = [] if resolved.system.device == "cpu" else list_gpus()
+    if resolved.system.device == "cuda" and not visible:
+        raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
+    launched_by = foreign_launcher(os.environ)
+    if launched_by:
+        return _one_rank_of(resolved, visible, run_dir, resume)
+    chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
+    _check(resolved, ranks * nnodes)
+    if dry_run:
+        typer.echo(json.dumps(to_jsonable(resolved), indent=2))
+        return 0
+    return _train_here(resolved, chosen, ranks, nnodes, rdzv_endpoint, run_dir, resume)
+
+
+def _placement(
+    config: Config, visible: list[Gpu], gpus: str | None, nproc: int | None, single: bool
+) -> tuple[list[Gpu], int]:
+    """The GPUs of the job and its number of ranks on this host."""
+    wanted = nproc or gpu_count_from_environment(os.environ)
+    if single and gpus is None and wanted is None:
+        if not visible:
+            return [], 1
+        return [_device_by_id(config.system.device_id, visible)], 1
+    chosen = choose_gpus(gpus, wanted, visible)
+    return chosen, len(chosen) or wanted or CPU_RANKS
+
+
+def _device_by_id(device_id: int | None, visible: list[Gpu]) -> Gpu:
+    """By the number nvidia-smi shows, or else by place among the visible ones, as CUDA itself counts."""
+    if device_id is None:
+        return visible[0]
+    for gpu in visible:
+        if gpu.index == device_id:
+            return gpu
+    if device_id < len(visible):
+        return visible[device_id]
+    known = ", ".join(str(gpu.index) for gpu in visible)
+    raise UsageError(f"system.device_id={device_id} is not a visible GPU", remedy=f"use one of {known}")
+
+
+def _check(config: Config, world_size: int) -> None:
+    problems = unsupported(config) + check_world(config, world_size)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _write_identity(run_dir: RunDir, config: Config) -> None:
+    from model_check.observe.environment import snapshot_environment
+
+    write_json_atomic(run_dir.config, to_jsonable(config))
+    write_json_atomic(run_dir.environment, snapshot_environment())
+
+
+def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None) -> int:
+    """torchrun or srun has made a rank of this process: train as it, launch nothing."""
+    from model_check.cli.rank import TrainOrder, train_rank
+
+    # Every rank must name the same directory, and none may ask another on the way there.
+    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "0")
+    root = run_dir or Path(".outputs") / f"job-{job}-{os.environ.get('MASTER_PORT', '0')}"
+    directory = RunDir.create(root, resuming=True)
+    context = RankContext.from_environment(
+        os.environ, run_dir=directory.root, gpus=visible, device=config.system.device
+    )
+    _check(config, context.world_size)
+    if context.rank == 0:
+        _write_identity(directory, config)
+    train_rank(context, TrainOrder(config, resume))
+    return 0
+
+
+def _train_here(
+    config: Config,
+    chosen: list[Gpu],
+    ranks: int,
+    nnodes: int,
+    rdzv_endpoint: str | None,
+    run_dir: Path | None,
+    resume: str | None,
+) -> int:
+    from model_check.cli.prepare import prepare_with_progress
+    from model_check.cli.rank import TrainOrder, train_rank
+    from model_check.cli.summary import summary_lines
+    from model_check.data import entropy_floor
+    from model_check.engine.data_spec import data_spec
+    from model_check.launch.console import ConsoleOptions
+    from model_check.launch.job import launch_job
+
+    directory = RunDir.create(run_dir, resuming=resume is not None)
+    _write_identity(directory, config)
+    Verdict(world_size=ranks * nnodes).write(directory.verdict)
+    prepare_with_progress(config)
+    result = launch_job(
+        train_rank,
+        TrainOrder(config, resume),
+        nproc=ranks,
+        run_dir=directory,
+        gpus=chosen,
+        start="cold" if config.launch.start == "cold" else "warm",
+        preload_modules=_preload(config, bool(chosen)),
+        max_restarts=config.launch.max_restarts,
+        console=ConsoleOptions(
+            max_steps=config.training.max_steps,
+            log_copies=Path(config.logging.dir) if config.logging.dir else None,
+        ),
+    )
+    floor = entropy_floor(data_spec(config)) if config.data.dataset == "synthetic" else None
+    for line in summary_lines(directory, result.log_dir, entropy_floor=floor):
+        typer.echo(line)
+    return result.exit_code
+
+
+def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:
+    """What the ranks import before their first step; compiling pulls in dynamo and inductor, an eager CPU run neither."""
+    modules = ("torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "model_check.cli.rank")
+    compiles = config.training.compile == "on" or (config.training.compile == "auto" and on_gpu)
+    return (*modules, "torch._dynamo", "torch._inductor.compile_fx") if compiles else modules

@@ -1,0 +1,249 @@
+"""The sections of a configuration: every key with its type, default, unit and range, as frozen data.
+
+A rule that needs two keys lives in `validate`; here each key stands for itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _bool_as_switch(value: Any) -> Any:
+    """`true` and `false` are what people write for on and off."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value
+
+
+def _list_as_tuple(value: Any) -> Any:
+    """JSON and YAML know lists only; frozen data holds tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_bool_as_switch)]
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
+
+
+class Section(BaseModel):
+    """Frozen, and strict: the string "5" is not a number, an unknown key is a fault, NaN is no value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """What is trained. A size left null comes from the shape that model_path names."""
+
+    model_path: Name | None = Field(
+        default=None,
+        description="Built-in shape (`llama-3.1-8b`, `14b`), hub id, or local Hugging Face folder. "
+        "null: the sizes below define the model.",
+    )
+    init: Literal["random", "pretrained"] = Field(
+        default="random",
+        description="`random`: fresh weights, every size free. `pretrained`: the weights and sizes of model_path.",
+    )
+    num_layers: Count | None = Field(default=None, description="Transformer blocks.")
+    hidden_size: Count | None = Field(
+        default=None, description="Width of the residual stream; a multiple of num_heads."
+    )
+    num_heads: Count | None = Field(default=None, description="Query heads; a multiple of num_kv_heads.")
+    num_kv_heads: Count | None = Field(
+        default=None, description="Key and value heads. null without model_path: num_heads."
+    )
+    intermediate_size: Count | None = Field(
+        default=None,
+        description="Width inside the MLP. null without model_path: 8/3 of hidden_size, rounded up to 256.",
+    )
+    vocab_size: Count | None = Field(
+        default=None,
+        description="Rows of the embedding. null: those of the shape; without model_path those of the tokenizer.",
+    )
+    tie_embeddings: bool | None = Field(
+        default=None, description="Share one matrix between input embedding and output head."
+    )
+    rope_theta: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Base of the rotary frequencies."
+    )
+    init_std: float = Field(
+        default=0.02, gt=0, le=1, description="Standard deviation of fresh weights; smaller is calmer."
+    )
+    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "math"] = Field(
+        default="auto",
+        description="Attention kernel. `auto` takes the fastest that works here; `flash_attn` needs that package.",
+    )
+
+
+class DataSection(Section):
+    """What it is trained on."""
+
+    dataset: Name = Field(
+        default="synthetic",
+        description="`synthetic` (generated, entropy known), a path (.txt, .jsonl, .parquet, folder), or a hub name "
+        "(`wikitext`, `c4`).",
+    )
+    tokenizer: Name = Field(
+        default="builtin",
+        description="`builtin` (small BPE shipped with the package), `bytes`, a path to a tokenizer.json, or a hub id.",
+    )
+    samples: Count | None = Field(default=None, description="Documents to use from the source. null: all.")
+    cache_dir: Name = Field(default=".cache/datasets", description="Folder of tokenized, packed data.")
+    text_field: Name = Field(default="text", description="Field of a record that holds the text.")
+    subset: Name | None = Field(
+        default=None, description="Named configuration of a hub dataset, such as `wikitext-2-raw-v1`."
+    )
+    split: Name = Field(default="train", description="Split of a hub dataset.")
+    validation_fraction: float = Field(
+        default=0.01, ge=0, le=0.5, description="Share of the documents held out for evaluation."
+    )
+    document_mask: bool = Field(
+        default=False, description="Attention stays inside a document and positions restart with it."
+    )
+    streaming: Switch = Field(
+        default="auto", description="Read a hub dataset while downloading. `auto`: where it is large or samples is set."
+    )
+
+
+class SchedulerSection(Section):
+    """How the learning rate moves."""
+
+    type: Literal["constant", "linear_warmup", "cosine", "wsd"] = Field(
+        default="constant",
+        description="`constant`; `linear_warmup` then constant; warm-up then `cosine`; `wsd`: warm-up, stable, decay. "
+        "All of them warm up for warmup_steps.",
+    )
+    warmup_steps: NonNegative = Field(default=0, description="Steps of linear warm-up to the full learning rate.")
+    min_ratio: Fraction = Field(
+        default=0.1, description="Learning rate at the end of cosine or wsd, as a share of the full one."
+    )
+    decay_fraction: Fraction = Field(default=0.1, description="Share of max_steps in which wsd decays.")
+
+
+class TrainingSection(Section):
+    """How it is trained."""
+
+    batch_size: Count = Field(default=1, description="Sequences per rank and forward pass.")
+    grad_accum_nums: Count | None = Field(
+        default=None, description="Forward passes per optimizer step. null: derived from global_batch, or 1 without it."
+    )
+    global_batch: Count | None = Field(
+        default=None,
+        description="Sequences per optimizer step over all ranks. null: batch_size × grad_accum_nums × ranks.",
+    )
+    context_length: int = Field(default=2048, ge=2, description="Tokens per sequence.")
+    max_steps: Count = Field(default=100, description="Optimizer steps.")
+    learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Peak learning rate.")
+    weight_decay: Fraction = Field(default=0.1, description="Decay of matrices; norms are never decayed.")
+    max_grad_norm: float = Field(default=1.0, ge=0, description="Gradients are clipped to this norm. 0: no clipping.")
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list_as_tuple)] = Field(
+        default=(0.9, 0.95), description="Decay rates of AdamW's two moments."
+    )
+    eps: float = Field(default=1e-8, gt=0, le=1e-2, description="AdamW's guard against division by zero.")
+    precision: Precision = Field(default="bf16", description="Number format of the matrix products.")
+    use_amp: bool = Field(default=True, description="false: everything in fp32, whatever precision says.")
+    num_workers: int = Field(
+        default=0, ge=0, le=128, description="Loader processes per rank. 0: a thread inside the rank."
+    )
+    scheduler: SchedulerSection = SchedulerSection()
+    eval_interval: NonNegative = Field(default=0, description="Steps between evaluations. 0: never.")
+    eval_batches: Count = Field(default=8, description="Batches per rank and evaluation.")
+    compile: Switch = Field(default="auto", description="torch.compile of each block. `auto`: on GPUs.")
+    fused_loss: Switch = Field(
+        default="auto",
+        description="Output head and cross-entropy in chunks, logits never whole. `auto`: where it saves memory.",
+    )
+    profile: bool = Field(default=False, description="Record a torch profiler trace of a few steps.")
+    log_interval: Count = Field(default=1, description="Steps between log lines.")
+
+    @property
+    def compute_precision(self) -> Precision:
+        """The format that is really used: `use_amp: false` wins over `precision`."""
+        return self.precision if self.use_amp else "fp32"
+
+
+class ParallelSection(Section):
+    """How the work is spread over ranks."""
+
+    strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = Field(
+        default="auto", description="How parameters live on the ranks."
+    )
+    tensor: Count = Field(default=1, description="Ranks that share each matrix.")
+    pipeline: Count = Field(default=1, description="Ranks that share the layers.")
+    context: Count = Field(default=1, description="Ranks that share each sequence.")
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none", description="Activations recomputed in the backward pass to save memory."
+    )
+
+
+class FsdpSection(Section):
+    """Details of the fsdp and hsdp strategies."""
+
+    use_mixed_precision: bool = Field(
+        default=True, description="Gather parameters in training.precision; false: in fp32."
+    )
+    cpu_offload: bool = Field(default=False, description="Keep parameters and optimizer state in host memory.")
+
+
+class SystemSection(Section):
+    """The machine."""
+
+    device: Literal["auto", "cuda", "cpu"] = Field(default="auto", description="`auto`: GPUs where there are any.")
+    device_id: NonNegative | None = Field(
+        default=None, description="GPU of a one-GPU run, as nvidia-smi counts. null: chosen."
+    )
+    seed: int = Field(default=42, ge=0, lt=2**32, description="Seed of weights and sample order.")
+    backend: Literal["nccl", "gloo"] | None = Field(default=None, description="null: nccl on GPUs, gloo on CPUs.")
+    timeout_s: float = Field(default=1800, gt=0, description="Seconds until a collective gives up.")
+
+
+class CheckpointSection(Section):
+    """Saved training state."""
+
+    dir: Name = Field(default=".checkpoints", description="Folder of checkpoints.")
+    interval: NonNegative = Field(default=0, description="Steps between checkpoints. 0: none.")
+    keep: Count = Field(default=3, description="Newest checkpoints kept.")
+    async_save: bool = Field(default=True, description="Write while training goes on.")
+
+
+class LaunchSection(Section):
+    """How ranks are started and watched."""
+
+    start: Literal["warm", "cold", "gate"] = Field(
+        default="warm",
+        description="`warm`: import once, fork the ranks. `cold`: an interpreter each. `gate`: cold, imports in turn.",
+    )
+    low_memory: bool = Field(default=False, description="Small communication buffers and a frugal allocator.")
+    memory_limit_gb: Annotated[float, Field(ge=2)] | None = Field(
+        default=None,
+        description="Address space per rank, in GB; at least 2, since torch cannot start in less. null: no limit.",
+    )
+    hang_kill_after_s: float = Field(
+        default=300, ge=0, description="Seconds without progress until the job is ended. 0: never."
+    )
+    max_restarts: int = Field(default=0, ge=0, le=100, description="Times the job is started again after a failure.")
+
+
+class DebugSection(Section):
+    """What is watched closely."""
+
+    nan: bool = Field(default=False, description="Look for NaN and Inf in every module, and name the first.")
+    dump_gb: float = Field(default=2.0, ge=0, description="Largest dump of a numerics failure, in GB. 0: no dump.")
+
+
+class LoggingSection(Section):
+    """What is written down."""
+
+    dir: Name | None = Field(
+        default=None, description="Folder that also gets the per-rank logs. null: only the temporary one."
+    )
+    tensorboard: bool = Field(default=True, description="Scalars for TensorBoard, in the run directory.")
+    wandb: bool = Field(default=False, description="Weights & Biases, from rank 0 only; needs the wandb package.")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severity that is printed."
+    )

@@ -1,0 +1,233 @@
+"""The rules between keys. Each returns problems with an MC8xx code; none stops at the first."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from model_check.config import codes
+from model_check.config.resolve import base_shape, may_be_hub_id, size_problems
+from model_check.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from model_check.config.schema import Config
+
+_GPU_KERNELS = ("cudnn", "flash", "flash_attn")
+_DOTTED_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
+
+
+def rule_problems(config: Config) -> list[Problem]:
+    """Everything that is wrong between the keys of a config whose values are each fine alone."""
+    rules = (_model_rules, _schedule_rules, _batch_rules, _device_rules, unsupported)
+    return [_with_origins(problem, config) for rule in rules for problem in rule(config)]
+
+
+def _with_origins(problem: Problem, config: Config) -> Problem:
+    """Says of each key in the sentence where its value was set, so that the user knows which file to open."""
+    origins = config.origins
+    keys = dict.fromkeys([problem.key, *_DOTTED_KEY.findall(problem.message)])
+    places = {key: origins[key] for key in keys if origins.get(key, "default") != "default"}
+    if not places:
+        return problem
+    if len(set(places.values())) == 1:
+        where = f"from {next(iter(places.values()))}"
+    else:
+        where = ", ".join(f"{key} from {origin}" for key, origin in places.items())
+    return replace(problem, message=f"{problem.message} ({where})")
+
+
+def _model_rules(config: Config) -> list[Problem]:
+    model = config.model
+    if model.init == "pretrained" and model.model_path is None:
+        return [
+            Problem(
+                codes.NOTHING_PRETRAINED,
+                "model.init",
+                "model.init=pretrained, but model.model_path is null",
+                "set model.model_path to a folder or a hub id, or model.init to random",
+            )
+        ]
+    try:
+        base = base_shape(model.model_path)
+    except UsageError as error:
+        if error.code == codes.UNKNOWN_MODEL and may_be_hub_id(str(model.model_path)):
+            return size_problems(model, None)
+        return [Problem(error.code or codes.UNKNOWN_MODEL, "model.model_path", error.message, error.remedy)]
+    problems = size_problems(model, base)
+    context = config.training.context_length
+    if model.init == "pretrained" and base is not None and context > base.max_position:
+        problems.append(
+            Problem(
+                codes.CONTEXT_TOO_LONG,
+                "training.context_length",
+                f"training.context_length={context} is longer than the {base.max_position} positions that "
+                f"the weights of model.model_path={model.model_path} know",
+                f"lower it to {base.max_position}",
+            )
+        )
+    return problems
+
+
+def _schedule_rules(config: Config) -> list[Problem]:
+    training, scheduler = config.training, config.training.scheduler
+    problems = []
+    # A flag cuts a run short for a trial: the schedule of the real run must not be in its way.
+    is_trial = config.origins["training.max_steps"].startswith("flag ")
+    if scheduler.warmup_steps > training.max_steps and not is_trial:
+        problems.append(
+            Problem(
+                codes.WARMUP_TOO_LONG,
+                "training.scheduler.warmup_steps",
+                f"training.scheduler.warmup_steps={scheduler.warmup_steps} exceeds "
+                f"training.max_steps={training.max_steps}, so the full learning rate is never reached",
+                f"lower the warm-up to {max(1, training.max_steps // 10)} steps or train longer",
+            )
+        )
+    elif scheduler.type == "wsd" and not is_trial:
+        decay = round(scheduler.decay_fraction * training.max_steps)
+        if scheduler.warmup_steps + decay > training.max_steps:
+            problems.append(
+                Problem(
+                    codes.NO_STABLE_PHASE,
+                    "training.scheduler.decay_fraction",
+                    f"training.scheduler.warmup_steps={scheduler.warmup_steps} and the {decay} steps of "
+                    f"training.scheduler.decay_fraction={scheduler.decay_fraction:g} exceed "
+                    f"training.max_steps={training.max_steps}",
+                    "lower one of the two, or train longer",
+                )
+            )
+    if training.eval_interval and config.data.validation_fraction == 0:
+        problems.append(
+            Problem(
+                codes.NOTHING_TO_EVALUATE,
+                "training.eval_interval",
+                f"training.eval_interval={training.eval_interval}, but data.validation_fraction=0 holds no data out",
+                "set data.validation_fraction to 0.01, or training.eval_interval to 0",
+            )
+        )
+    return problems
+
+
+def _batch_rules(config: Config) -> list[Problem]:
+    """Only what is wrong with any number of ranks; `check_world` knows the rest."""
+    training = config.training
+    unit = training.batch_size * (training.grad_accum_nums or 1)
+    if training.global_batch is None or training.global_batch % unit == 0:
+        return []
+    name = "batch_size" if training.grad_accum_nums is None else "batch_size*grad_accum_nums"
+    return [_not_divisible(training.global_batch, unit, name)]
+
+
+def _not_divisible(global_batch: int, unit: int, name: str) -> Problem:
+    below = global_batch // unit * unit
+    choices = " or ".join(str(size) for size in (below, below + unit) if size)
+    return Problem(
+        codes.GLOBAL_BATCH_NOT_DIVISIBLE,
+        "training.global_batch",
+        f"global_batch={global_batch} is not divisible by {name}={unit}",
+        f"try {choices}",
+    )
+
+
+def _device_rules(config: Config) -> list[Problem]:
+    system, kernel = config.system, config.model.attention_backend
+    precision = config.training.compute_precision
+    problems = []
+    if system.device == "cpu" and system.device_id is not None:
+        problems.append(
+            Problem(
+                codes.DEVICE_ID_WITHOUT_GPU,
+                "system.device_id",
+                f"system.device_id={system.device_id} names a GPU, but system.device=cpu",
+                "set system.device to cuda, or system.device_id to null",
+            )
+        )
+    if system.device == "cpu" and system.backend == "nccl":
+        problems.append(
+            Problem(
+                codes.NCCL_WITHOUT_GPU,
+                "system.backend",
+                "system.backend=nccl connects GPUs only, but system.device=cpu",
+                "set system.backend to gloo or null",
+            )
+        )
+    if kernel in _GPU_KERNELS and system.device == "cpu":
+        problems.append(
+            Problem(
+                codes.KERNEL_WITHOUT_GPU,
+                "model.attention_backend",
+                f"model.attention_backend={kernel} runs on GPUs only, but system.device=cpu",
+                "set model.attention_backend to auto",
+            )
+        )
+    elif kernel in _GPU_KERNELS and precision == "fp32":
+        cause = "training.precision=fp32" if config.training.use_amp else "training.use_amp=false means fp32"
+        problems.append(
+            Problem(
+                codes.KERNEL_NEEDS_HALF,
+                "model.attention_backend",
+                f"model.attention_backend={kernel} computes in bf16 or fp16 only, but {cause}",
+                "set model.attention_backend to auto, or train in bf16",
+            )
+        )
+    return problems
+
+
+def check_world(config: Config, world_size: int) -> list[Problem]:
+    """What is wrong once the number of ranks is known."""
+    training, parallel = config.training, config.parallel
+    group = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % group:
+        return [
+            Problem(
+                codes.RANKS_NOT_DIVISIBLE,
+                "parallel",
+                f"{world_size} ranks are not divisible by tensor*pipeline*context={group}",
+                f"start {group} ranks or a multiple of it, or lower parallel.tensor, pipeline or context",
+            )
+        ]
+    if training.global_batch is None:
+        return []
+    unit = training.batch_size * config.data_parallel(world_size)
+    if training.grad_accum_nums is None:
+        return [_not_divisible(training.global_batch, unit, "batch_size*dp")] if training.global_batch % unit else []
+    product = unit * training.grad_accum_nums
+    if product == training.global_batch:
+        return []
+    return [
+        Problem(
+            codes.GLOBAL_BATCH_MISMATCH,
+            "training.global_batch",
+            f"global_batch={training.global_batch} differs from batch_size*grad_accum_nums*dp={product}",
+            f"set training.global_batch to {product}, or training.grad_accum_nums to null to have it derived",
+        )
+    ]
+
+
+def unsupported(config: Config) -> list[Problem]:
+    """What the schema knows and the engine of this version does not do: data parallelism is all there is."""
+    parallel = config.parallel
+    asked = {
+        "parallel.strategy": (parallel.strategy, parallel.strategy in ("fsdp", "hsdp"), "ddp"),
+        "parallel.tensor": (parallel.tensor, parallel.tensor > 1, 1),
+        "parallel.pipeline": (parallel.pipeline, parallel.pipeline > 1, 1),
+        "parallel.context": (parallel.context, parallel.context > 1, 1),
+        "parallel.activation_checkpointing": (
+            parallel.activation_checkpointing,
+            parallel.activation_checkpointing != "none",
+            "none",
+        ),
+        "fsdp.cpu_offload": (str(config.fsdp.cpu_offload).lower(), config.fsdp.cpu_offload, "false"),
+        "training.precision": (config.training.precision, config.training.compute_precision == "fp8", "bf16"),
+    }
+    return [
+        Problem(
+            codes.NOT_AVAILABLE_YET,
+            key,
+            f"{key}={value} is not available in this version",
+            f"set it to {instead}",
+        )
+        for key, (value, is_asked, instead) in asked.items()
+        if is_asked
+    ]

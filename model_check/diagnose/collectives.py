@@ -1,0 +1,275 @@
+"""Compares what the ranks of a group called: the first place where they part, and who parted from whom.
+
+A deviation is judged against the majority; between two ranks, against each rank's own earlier steps. Where neither
+decides, both are named and neither is blamed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from model_check.diagnose.issues import GroupTable, Issue, Key
+
+Kind = Literal["op", "shape", "dtype", "crossed", "shifted"]
+Manner = Literal["order", "missing", "extra"]
+
+# Operations whose tensors must have one size (and dtype) on every rank. The sizes of all_gather lists, gather,
+# scatter, all_to_all and object collectives may differ.
+SAME_SIZE_OPS = frozenset({"all_reduce", "broadcast", "reduce", "reduce_scatter"})
+SAME_DTYPE_OPS = SAME_SIZE_OPS | {"all_gather", "gather", "scatter"}
+_CROSSING_REACH = 4
+_SETTLED = 3
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The ranks of a group called different things at one sequence number."""
+
+    kind: Kind
+    manner: Manner
+    table: GroupTable
+    seq: int
+    calls: dict[int, Issue]
+    guilty: tuple[int, ...]  # empty: undecided
+    blame: str  # why the guilty are guilty, as a sentence
+    stuck: bool  # nobody can get past it
+
+    @property
+    def decided(self) -> bool:
+        return bool(self.guilty)
+
+    def first_call(self) -> Issue:
+        ranks = self.guilty or tuple(sorted(self.calls))
+        return self.calls[ranks[0]]
+
+
+def find_divergence(table: GroupTable) -> Divergence | None:
+    """The first sequence number at which the ranks of this group part, if they do."""
+    for seq in table.shared_sequences:
+        calls = table.at(seq)
+        kind = _mismatch(table, calls)
+        if kind is not None:
+            return _judge(table, seq, calls, kind)
+    return _crossed_pair(table) or _shifted(table)
+
+
+def _mismatch(table: GroupTable, calls: dict[int, Issue]) -> Kind | None:
+    issues = list(calls.values())
+    if len({issue.op for issue in issues}) > 1:
+        # An operation that all ranks got through cannot have been a mismatch: no backend completes one.
+        return None if all(_passed(table, issue) for issue in issues) else "op"
+    op = issues[0].op
+    dtypes = {issue.dtype for issue in issues if issue.dtype not in ("none", "other", "")}
+    if op in SAME_DTYPE_OPS and len(dtypes) > 1:
+        return "dtype"
+    sizes = {size for issue in issues if (size := _size(issue)) is not None}
+    if len(sizes) > 1:
+        if op in SAME_SIZE_OPS:
+            return "shape"
+        if op == "all_gather" and not all(_passed(table, issue) for issue in issues) and _leaves_routine(table, issues):
+            return "op"
+    return None
+
+
+def _leaves_routine(table: GroupTable, issues: Iterable[Issue]) -> bool:
+    """One rank gathers at a place where it never did before, while the others do what they always do."""
+    novel = [_is_novel(table, issue) for issue in issues]
+    return any(novel) and not all(novel)
+
+
+def _size(issue: Issue) -> int | None:
+    if issue.bytes:
+        return issue.bytes
+    return math.prod(issue.shape) if issue.shape else None
+
+
+def _passed(table: GroupTable, issue: Issue) -> bool:
+    """The rank came back from this collective and went on to issue another one in the group."""
+    return issue.ended and table.highest(issue.rank) > issue.seq
+
+
+def _signature(issue: Issue, kind: Kind) -> object:
+    if kind == "shape":
+        return _size(issue)
+    if kind == "dtype":
+        return issue.dtype
+    if kind == "crossed":
+        return issue.text_key
+    return (issue.op, _size(issue) if issue.op == "all_gather" else None)
+
+
+def _judge(table: GroupTable, seq: int, calls: dict[int, Issue], kind: Kind) -> Divergence:
+    guilty, blame = blame_for(table, seq, calls, {rank: _signature(issue, kind) for rank, issue in calls.items()})
+    manner: Manner = "order"
+    if kind == "op" and guilty:
+        others = [issue for rank, issue in calls.items() if rank not in guilty]
+        manner = _manner(table, calls[guilty[0]], others[0])
+    waiting = [issue for issue in calls.values() if not _passed(table, issue)]
+    return Divergence(kind, manner, table, seq, calls, guilty, blame, stuck=len(waiting) > 1)
+
+
+def blame_for(
+    table: GroupTable, seq: int, calls: dict[int, Issue], signatures: dict[int, object]
+) -> tuple[tuple[int, ...], str]:
+    """The ranks that differ from the majority, or from their own earlier steps; nobody where neither decides."""
+    counts = Counter(signatures.values())
+    (common, most), *rest = counts.most_common()
+    if rest and most > rest[0][1] and most > len(calls) / 2:
+        guilty = tuple(sorted(rank for rank, signature in signatures.items() if signature != common))
+        return guilty, f"{most} of {len(calls)} ranks agree, {ranks_text(guilty)} differ{'s' if len(guilty) == 1 else ''}"
+    surprising = {rank: _surprise(table, issue) for rank, issue in calls.items()}
+    odd = tuple(sorted(rank for rank, value in surprising.items() if value))
+    if odd and len(odd) < len(calls) and len({signatures[rank] for rank in odd}) == 1:
+        return odd, f"{ranks_text(odd)} left the order of its own earlier steps: {surprising[odd[0]]}"
+    return (), ""
+
+
+def _surprise(table: GroupTable, issue: Issue) -> str:
+    """Why this call is not what the rank's own history led to expect; empty where it is, or nothing is known."""
+    history = table.history(issue.rank, issue.seq)
+    expected = _predict(history, 1)
+    if not expected:
+        return ""
+    usual = expected[0]
+    if usual.key != issue.key:
+        return f"after {history[-1].describe()} it used to call {usual.describe()}, this time {issue.describe()}"
+    if _size(usual) != _size(issue) or usual.dtype != issue.dtype:
+        return f"it used to call {usual.describe()}, this time {issue.describe()}"
+    return ""
+
+
+def _predict(history: Sequence[Issue], count: int) -> list[Issue]:
+    """The calls that came next the last time this rank had just made the same calls."""
+    for depth in (3, 2, 1):
+        if len(history) <= depth:
+            continue
+        recent = [issue.key for issue in history[-depth:]]
+        for end in range(len(history) - 1, depth - 1, -1):
+            if [issue.key for issue in history[end - depth : end]] == recent:
+                return list(history[end : end + count])
+    return []
+
+
+def _is_novel(table: GroupTable, issue: Issue) -> bool:
+    return all(earlier.key != issue.key for earlier in table.history(issue.rank, issue.seq))
+
+
+def _manner(table: GroupTable, deviant: Issue, usual: Issue) -> Manner:
+    """Whether the deviating rank left a call out, made one too many, or made another one in its place."""
+    upcoming = _upcoming(table, usual)
+    own_past = table.history(deviant.rank, deviant.seq)
+    if not _is_novel(table, deviant):
+        repeated = next((past for past in reversed(own_past) if past.key == deviant.key), None)
+        same_step = repeated is not None and repeated.step == deviant.step and own_past[-1].key == deviant.key
+        comes_later = any(later.op == deviant.op for later in upcoming)
+        return "extra" if same_step or not comes_later else "missing"
+    if any(later.op == deviant.op and _size(later) == _size(deviant) for later in upcoming):
+        return "order"
+    if deviant.op in ("barrier", "monitored_barrier"):
+        return "missing"
+    if own_past and deviant.context == usual.context and deviant.step == usual.step:
+        return "order"
+    return "extra" if own_past else "order"
+
+
+def _upcoming(table: GroupTable, issue: Issue) -> list[Issue]:
+    """What this rank calls after the given call: already issued, else what its history says comes next."""
+    later = [i for seq, i in table.issues[issue.rank].items() if seq > issue.seq][:_CROSSING_REACH]
+    history = [*table.history(issue.rank, issue.seq), issue]
+    return later or _predict(history, _CROSSING_REACH)
+
+
+def _crossed_pair(table: GroupTable) -> Divergence | None:
+    """A then B on one rank, B then A on another, with one signature: each sum mixes two different things."""
+    ranks = sorted(table.issues)
+    for position, left in enumerate(ranks):
+        for right in ranks[position + 1 :]:
+            mine, theirs = table.issues[left], table.issues[right]
+            for seq in (s for s in mine if s in theirs):
+                for later in range(seq + 1, seq + 1 + _CROSSING_REACH):
+                    if later in mine and later in theirs and _crosses(mine[seq], theirs[seq], mine[later], theirs[later]):
+                        calls = table.at(seq)
+                        signatures: dict[int, object] = {r: issue.text_key for r, issue in calls.items()}
+                        guilty, blame = blame_for(table, seq, calls, signatures)
+                        return Divergence("crossed", "order", table, seq, calls, guilty, blame, stuck=False)
+    return None
+
+
+def _crosses(a1: Issue, b1: Issue, a2: Issue, b2: Issue) -> bool:
+    if a1.site == b1.site or a1.native or b1.native or a1.step != b1.step:
+        return False
+
+    def swapped(first: Key, second: Key, third: Key, fourth: Key) -> bool:
+        return first != second and first == fourth and second == third
+
+    return swapped(a1.key, b1.key, a2.key, b2.key) or swapped(a1.text_key, b1.text_key, a2.text_key, b2.text_key)
+
+
+def _shifted(table: GroupTable) -> Divergence | None:
+    """The same calls, but from some number on one rank's belong to another step than its peers'."""
+    ranks = sorted(table.issues)
+    for position, left in enumerate(ranks):
+        for right in ranks[position + 1 :]:
+            seq = _shift_between(table, left, right)
+            if seq is None:
+                continue
+            calls = table.at(seq)
+            guilty, blame = blame_for(table, seq, calls, {rank: issue.step for rank, issue in calls.items()})
+            ahead = max(calls.values(), key=lambda issue: issue.step)
+            if not guilty:
+                guilty = _uneven_counts(table, seq, calls)
+                blame = f"the number of its calls in one step changed from its own earlier steps for {ranks_text(guilty)}"
+            manner: Manner = "missing" if not guilty or ahead.rank in guilty else "extra"
+            return Divergence("shifted", manner, table, seq, calls, guilty, blame, stuck=False)
+    return None
+
+
+def _shift_between(table: GroupTable, left: int, right: int) -> int | None:
+    """The first number after which the steps of two ranks differ by another, then constant, amount."""
+    shared = [s for s in table.shared_sequences if s in table.issues[left] and s in table.issues[right]]
+    gaps = [(s, table.issues[left][s].step - table.issues[right][s].step) for s in shared]
+    for at in range(_SETTLED, len(gaps) - _SETTLED + 1):
+        before = {gap for _, gap in gaps[at - _SETTLED : at]}
+        after = {gap for _, gap in gaps[at : at + _SETTLED]}
+        if len(before) == 1 and len(after) == 1 and before != after and len({g for _, g in gaps[at:]}) == 1:
+            return gaps[at][0]
+    return None
+
+
+def _uneven_counts(table: GroupTable, seq: int, calls: dict[int, Issue]) -> tuple[int, ...]:
+    """The ranks whose number of calls in the step just before the shift is not what it used to be."""
+    odd = []
+    for rank in calls:
+        history = table.history(rank, seq)
+        counts = Counter(issue.step for issue in history)
+        steps = sorted(counts)
+        # The oldest step may have lost records to the ring; the newest is the one in question.
+        usual = Counter(counts[s] for s in steps[1:-1]).most_common(1)
+        missing_steps = {s for s in range(steps[0], calls[rank].step) if s not in counts} if steps else set()
+        if missing_steps or (usual and counts[steps[-1]] != usual[0][0]):
+            odd.append(rank)
+    return tuple(odd) if len(odd) < len(calls) else ()
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """rank 1; ranks 0 and 2; ranks 0, 1, 4-7"""
+    numbers = sorted(set(ranks))
+    parts: list[str] = []
+    start = 0
+    while start < len(numbers):
+        end = start
+        while end + 1 < len(numbers) and numbers[end + 1] == numbers[end] + 1:
+            end += 1
+        if end - start >= 2:
+            parts.append(f"{numbers[start]}-{numbers[end]}")
+        else:
+            parts.extend(str(n) for n in numbers[start : end + 1])
+        start = end + 1
+    if not parts:
+        return "no rank"
+    body = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+    return f"rank {body}" if len(numbers) == 1 else f"ranks {body}"

@@ -1,0 +1,316 @@
+"""Rules on ranks that failed: which one failed first by itself, and why: MC301-MC313, MC216, MC501, MC103, MC104, MC107, MC110.
+
+A rank whose error only says that a peer is gone is a victim, whatever its exit code, and so is a rank that we ended.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.departures import departed_finding
+from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.exceptions import classify_exception
+from model_check.diagnose.findings import make_finding, waiting_text
+from model_check.diagnose.frames import Frame
+from model_check.diagnose.issues import GroupTable
+from model_check.diagnose.mismatch import last_swallowed, swallowed_finding, user_frame
+from model_check.diagnose.victims import is_lost_peer
+from model_check.diagnose.waits import Wait
+from model_check.rundir import Finding
+
+_FATAL_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS})
+_ENDING_SIGNALS = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP})
+_SAVED_AND_STOPPED = 75
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank that failed: its exception where it left one, and when its trouble began."""
+
+    rank: RankEvidence
+    began: float
+    exception: Mapping[str, Any] | None
+    victim: bool
+
+
+def crash_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mapping[int, Wait]) -> list[Finding]:
+    """The root cause of the first failure; what followed from it is named as its victims."""
+    failures = sorted(find_failures(evidence), key=lambda f: (f.began, f.rank.rank))
+    if not failures:
+        return []
+    causes = [f for f in failures if not f.victim]
+    bereft = sorted(f.rank.rank for f in failures if f.victim)
+    if not causes:
+        return _only_victims(evidence, tables, failures, waits)
+    root = causes[0]
+    # A rank that swallowed an exception and only then lost its peers failed because of what it swallowed.
+    like_it = [f for f in causes if _same_trouble(f, root)]
+    others = [f.rank.rank for f in causes if f not in like_it]
+    waiting = [rank for rank in waits if evidence.of(rank).alive]
+    victims = sorted({*bereft, *others, *waiting} - {f.rank.rank for f in like_it})
+    return [_root_finding(evidence, root, like_it, victims, waits, others)]
+
+
+def find_failures(evidence: Evidence) -> list[Failure]:
+    """Ranks that raised, or ended with anything but 0, and that we did not end ourselves."""
+    failures = []
+    ours = _signals_of_ours(evidence)
+    for rank in evidence.ranks.values():
+        exception = _fatal_exception(rank)
+        end = rank.exit
+        if exception is None and (end is None or end.ok or end.code == _SAVED_AND_STOPPED or (end.code is None and end.signal is None)):
+            continue
+        began = _time(exception) or (end.t if end is not None else evidence.now)
+        ended_by_us = exception is None and rank.rank in ours and end is not None and end.t >= ours[rank.rank] - 0.05
+        failures.append(Failure(rank, began, exception, ended_by_us or _says_lost_peer(rank, exception)))
+    first = min((f.began for f in failures if not f.victim), default=None)
+    return [_swept_away(f, first) for f in failures]
+
+
+def _swept_away(failure: Failure, first: float | None) -> Failure:
+    """A launcher of the user's own ends the other ranks when one fails, and does not tell us."""
+    end = failure.rank.exit
+    by_signal = end is not None and end.signal in _ENDING_SIGNALS and failure.exception is None
+    if by_signal and first is not None and failure.began > first:
+        return Failure(failure.rank, failure.began, None, victim=True)
+    return failure
+
+
+def _signals_of_ours(evidence: Evidence) -> dict[int, float]:
+    sent: dict[int, float] = {}
+    for record in evidence.said("signal_sent"):
+        rank = record.get("rank")
+        if isinstance(rank, int):
+            sent.setdefault(rank, float(record.get("t") or 0.0))
+    return sent
+
+
+def _fatal_exception(rank: RankEvidence) -> Mapping[str, Any] | None:
+    """The exception that ended, or is ending, the main thread."""
+    for record in rank.exceptions:
+        on_main = str(record.get("thread") or "MainThread") in ("MainThread", "main", str(rank.main_thread))
+        if on_main and record.get("type") not in ("SystemExit", "KeyboardInterrupt") and not record.get("handled"):
+            return record
+    return None
+
+
+def _time(record: Mapping[str, Any] | None) -> float | None:
+    t = record.get("t") if record is not None else None
+    return float(t) if isinstance(t, (int, float)) else None
+
+
+def _says_lost_peer(rank: RankEvidence, exception: Mapping[str, Any] | None) -> bool:
+    if exception is not None:
+        code, _ = classify_exception(exception)
+        return code == "MC301" and is_lost_peer(_text(exception))
+    # The NCCL watchdog aborts without a Python exception: only the log says that a peer was lost.
+    aborted = rank.exit is not None and rank.exit.signal == signal.SIGABRT
+    return aborted and is_lost_peer(rank.log_tail[-4096:])
+
+
+def _text(exception: Mapping[str, Any]) -> str:
+    root = f"{exception.get('root_type') or ''} {exception.get('root_message') or ''}"
+    return f"{exception.get('type')}: {exception.get('message')} {root}"
+
+
+def _same_trouble(one: Failure, other: Failure) -> bool:
+    if one is other:
+        return True
+    if one.exception is None or other.exception is None:
+        return False
+    return (one.exception.get("type"), _site(one)) == (other.exception.get("type"), _site(other))
+
+
+def _site(failure: Failure) -> str:
+    frame = user_frame(failure.exception) if failure.exception is not None else None
+    return frame.site if frame is not None else ""
+
+
+def _root_finding(
+    evidence: Evidence, root: Failure, like_it: Sequence[Failure], victims: list[int], waits: Mapping[int, Wait], later: list[int]
+) -> Finding:
+    ranks = sorted(f.rank.rank for f in like_it)
+    facts = _aftermath(evidence, victims, waits, later)
+    if root.exception is not None:
+        return _exception_finding(evidence, root, ranks, victims, facts)
+    end = root.rank.exit
+    if end is not None and end.signal is not None:
+        return _signal_finding(evidence, root, victims, facts)
+    return _exit_code_finding(evidence, root, victims, facts)
+
+
+def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, Wait], later: list[int]) -> list[str]:
+    lines = []
+    for number in victims:
+        exception = _fatal_exception(evidence.of(number))
+        if exception is not None and number not in later:
+            text = str(exception.get("message", "")).split("\n")[0][:120]
+            lines.append(f"observed: rank {number} then lost its peer: {exception.get('type')}: {text}")
+    if later:
+        lines.append(f"observed: {ranks_text(later)} failed later, in another way")
+    return [*lines, *waiting_text(waits, victims)]
+
+
+def _exception_finding(
+    evidence: Evidence, root: Failure, ranks: list[int], victims: list[int], facts: list[str]
+) -> Finding:
+    exception = root.exception or {}
+    code, about = classify_exception(exception, evidence=evidence, ranks=ranks)
+    frame = user_frame(exception)
+    kind = str(exception.get("type", "exception"))
+    message = str(exception.get("message", "")).strip()
+    first_line = message.split("\n")[0]
+    who = ranks_text(ranks)
+    place = f" at {frame.site} in {frame.function}" if frame is not None else ""
+    memory = _memory_history(root.rank) if code in ("MC307", "MC501") else []
+    title = about.replace("{who}", who) if about else f"{who} raised {kind}: {first_line[:160]}"
+    return make_finding(
+        code,
+        title,
+        ranks=ranks,
+        victims=victims,
+        frame=frame,
+        evidence=[f"observed: {who} raised {kind}: {first_line[:400]}{place}", *memory, *facts],
+        certainty="proven",
+        step=root.rank.step,
+        phase=root.rank.innermost.phase if root.rank.innermost is not None else None,
+        began=root.began,
+        now=evidence.now,
+    )
+
+
+def _memory_history(rank: RankEvidence) -> list[str]:
+    history = [s.rss for s in rank.samples if s.rss] + [int(e.get("rss") or 0) for e in rank.happened("memory")]
+    if not history:
+        return []
+    return [f"observed: resident memory {history[0] / _GIB:.2f} GiB at first, {max(history) / _GIB:.2f} GiB at its highest"]
+
+
+def _signal_finding(evidence: Evidence, root: Failure, victims: list[int], facts: list[str]) -> Finding:
+    rank, end = root.rank, root.rank.exit
+    number = end.signal if end is not None and end.signal is not None else 0
+    name = _signal_name(number)
+    code, title, extra, frame = _explain_signal(evidence, rank, number, name)
+    return make_finding(
+        code,
+        title,
+        ranks=[rank.rank],
+        victims=victims,
+        frame=frame,
+        evidence=[f"observed: process {end.pid if end else '?'} of rank {rank.rank} ended by {name}", *extra, *facts],
+        certainty="proven",
+        step=rank.step,
+        phase=rank.innermost.phase if rank.innermost is not None else None,
+        began=root.began,
+        now=evidence.now,
+    )
+
+
+def _explain_signal(evidence: Evidence, rank: RankEvidence, number: int, name: str) -> tuple[str, str, list[str], Frame | None]:
+    memory = _memory_history(rank)
+    pid = rank.exit.pid if rank.exit is not None else rank.pid
+    if number == signal.SIGKILL:
+        kills = [r for r in evidence.said("oom") if r.get("pid") in (None, 0, pid)]
+        by_limit = next((k for k in kills if k.get("source") == "cgroup"), None)
+        if by_limit is not None:
+            title = f"rank {rank.rank} was killed by its cgroup's memory limit"
+            return "MC305", title, [f"observed: {by_limit.get('detail')}", *memory], rank.last_site()
+        if kills:
+            title = f"rank {rank.rank} was killed by the kernel's OOM killer"
+            return "MC304", title, [f"observed: {kills[0].get('detail')}", *memory], rank.last_site()
+    if number in _FATAL_SIGNALS:
+        if "bad_alloc" in rank.log_tail or "annot allocate memory" in rank.log_tail:
+            title = f"rank {rank.rank} ran out of host memory and aborted"
+            return "MC307", title, ["observed: its log ends with a failed allocation", *memory], _crash_frame(rank)
+        what = "crashed with a segmentation fault" if number == signal.SIGSEGV else f"crashed with {name}"
+        stack = [f"observed: the crashed thread was at {f.site} in {f.function}" for f in rank.fault_frames[:1]]
+        return "MC306", f"rank {rank.rank} {what}", stack, _crash_frame(rank)
+    nobody = "inferred: neither the launcher nor the kernel's memory accounting sent it; the sender is unknown"
+    return "MC303", f"rank {rank.rank} was killed by {name} from outside", [nobody, *memory], rank.last_site()
+
+
+def _crash_frame(rank: RankEvidence) -> Frame | None:
+    return next((f for f in rank.fault_frames if f.is_user_code), None) or rank.last_site()
+
+
+def _exit_code_finding(evidence: Evidence, root: Failure, victims: list[int], facts: list[str]) -> Finding:
+    rank, end = root.rank, root.rank.exit
+    code = end.code if end is not None else None
+    exits = rank.happened("exit")
+    via = str(exits[-1].get("via") or "") if exits else ""
+    frame = (user_frame(exits[-1]) if exits else None) or rank.last_site()
+    missed = bool(victims) or _others_go_on(evidence, rank)
+    swallowed = last_swallowed(rank)
+    if swallowed is not None and missed:
+        return swallowed_finding(evidence, rank.rank, swallowed, victims, facts)
+    return make_finding(
+        "MC313",
+        f"rank {rank.rank} exited with code {code} without an exception",
+        ranks=[rank.rank],
+        victims=victims,
+        frame=frame,
+        evidence=[f"observed: rank {rank.rank} exited with code {code}" + (f" through {via}" if via else ""), *facts],
+        certainty="proven" if missed else "observed",
+        # All ranks that end with a code of their own choice, and nobody waiting, is a decision of the script.
+        severity="error" if missed else "warning",
+        step=rank.step,
+        phase="exit",
+        began=root.began,
+        now=evidence.now,
+    )
+
+
+def _others_go_on(evidence: Evidence, rank: RankEvidence) -> bool:
+    """Another rank made more steps, so this one was expected to go on too."""
+    steps = [r.step for r in evidence.ranks.values() if r.rank != rank.rank and r.step is not None]
+    return bool(steps) and rank.step is not None and max(steps) > rank.step
+
+
+def _only_victims(
+    evidence: Evidence, tables: Sequence[GroupTable], failures: Sequence[Failure], waits: Mapping[int, Wait]
+) -> list[Finding]:
+    """Every failure says that somebody else is gone: look for whoever left without one."""
+    natural = [f for f in failures if f.exception is not None or f.rank.exit is None or f.rank.exit.signal is None or f.rank.log_tail]
+    lost = [f for f in natural if f.exception is not None or _says_lost_peer(f.rank, None)]
+    if not lost:
+        return []
+    first = lost[0]
+    victims = sorted(f.rank.rank for f in failures)
+    gone = [r.rank for r in evidence.ranks.values() if r.exit is not None and r.exit.ok and r.exit.t <= first.began + 2.0]
+    text = str((first.exception or {}).get("message", "")).split("\n")[0][:200]
+    facts = [f"observed: rank {first.rank.rank} lost its peer: {text}", *waiting_text(waits, victims)]
+    if gone:
+        return [departed_finding(evidence, tables, gone, victims, facts)]
+    for number in evidence.all_ranks:
+        record = last_swallowed(evidence.of(number))
+        if record is not None:
+            return [swallowed_finding(evidence, number, record, [v for v in victims if v != number], facts)]
+    if any(r.alive for r in evidence.ranks.values()) and evidence.live:
+        return []
+    return [
+        make_finding(
+            "MC217",
+            "a peer was lost, and no rank known here failed by itself",
+            ranks=[],
+            victims=victims,
+            frame=user_frame(first.exception or {}) or first.rank.last_site(),
+            evidence=facts,
+            certainty="suspected",
+            step=first.rank.step,
+            phase="collective",
+            began=first.began,
+            now=evidence.now,
+        )
+    ]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,120 @@
+"""Rules on ranks that left with exit code 0 while others still needed them: MC205, MC206, MC207, MC217, MC302, MC308, MC309."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.findings import make_finding
+from model_check.diagnose.frames import Frame
+from model_check.diagnose.issues import GroupTable, Issue
+from model_check.diagnose.mismatch import last_swallowed, ran_out_of_data, swallowed_finding, uneven_finding, user_frame
+from model_check.diagnose.victims import is_store_loss
+from model_check.rundir import Finding
+
+
+def departed_finding(
+    evidence: Evidence, tables: Sequence[GroupTable], gone: Sequence[int], victims: Sequence[int], facts: list[str]
+) -> Finding:
+    """Why ranks that ended without an error are missed by the others."""
+    first = min((evidence.of(rank) for rank in gone), key=lambda r: r.exit.t if r.exit is not None else 0.0)
+    swallowed = last_swallowed(first)
+    if swallowed is not None:
+        return swallowed_finding(evidence, first.rank, swallowed, victims, facts)
+    out = [rank for rank in gone if ran_out_of_data(evidence.of(rank))]
+    if out and not all(ran_out_of_data(evidence.of(rank)) for rank in victims):
+        return uneven_finding(evidence, out, victims, [*_exit_facts(evidence, gone), *facts], proven=True)
+    if any(_lost_the_store(evidence.of(rank)) for rank in victims) and first.rank == 0:
+        return _left(evidence, "MC309", "rank 0, which hosts the store, is gone", first, victims, facts)
+    how = _way_out(first)
+    if how in ("sys.exit", "os._exit"):
+        title = f"rank {first.rank} left early with exit code 0"
+        return _left(evidence, "MC308", title, first, victims, facts)
+    lonely = _lonely_call(tables, gone, victims)
+    if lonely is not None:
+        return _lonely(evidence, lonely, gone, facts)
+    if first.exit is not None and first.exit.code is None:
+        return _left(evidence, "MC217", f"rank {first.rank} is gone while other ranks wait for it", first, victims, facts)
+    title = f"rank {first.rank} finished with fewer collectives than its peers: it skipped one"
+    return _left(evidence, "MC206", title, first, victims, facts)
+
+
+def _way_out(rank: RankEvidence) -> str:
+    exits = rank.happened("exit")
+    return str(exits[-1].get("via") or "") if exits else ""
+
+
+def _left(
+    evidence: Evidence, code: str, title: str, rank: RankEvidence, victims: Iterable[int], facts: list[str]
+) -> Finding:
+    exits = rank.happened("exit")
+    frame = (user_frame(exits[-1]) if exits else None) or rank.last_site()
+    return make_finding(
+        code,
+        title,
+        ranks=[rank.rank],
+        victims=victims,
+        frame=frame,
+        evidence=[*_exit_facts(evidence, [rank.rank]), *facts],
+        certainty="proven",
+        step=rank.step,
+        phase="exit",
+        began=rank.exit.t if rank.exit is not None else rank.last_progress_t,
+        now=evidence.now,
+    )
+
+
+def _exit_facts(evidence: Evidence, ranks: Iterable[int]) -> list[str]:
+    facts = []
+    for number in ranks:
+        rank = evidence.of(number)
+        way = _way_out(rank)
+        code = rank.exit.code if rank.exit is not None else None
+        last = rank.last_site()
+        place = f"; its last recorded call was at {last.site}" if last is not None else ""
+        ended = f"exited with code {code}" if code is not None else "is gone"
+        facts.append(f"observed: rank {number} {ended}" + (f" through {way}" if way else "") + place)
+    return facts
+
+
+def _lost_the_store(rank: RankEvidence) -> bool:
+    if rank.innermost is not None and rank.innermost.phase == "store":
+        return True
+    return any(is_store_loss(f"{e.get('type')}: {e.get('message')}") for e in rank.exceptions)
+
+
+def _lonely_call(tables: Sequence[GroupTable], gone: Sequence[int], victims: Sequence[int]) -> Issue | None:
+    """A call that only the waiting ranks make, at a place where they never called before."""
+    for table in tables:
+        for rank in victims:
+            seq = table.highest(rank)
+            issue = table.issues.get(rank, {}).get(seq)
+            if issue is None or any(table.highest(other) >= seq for other in gone):
+                continue
+            history = table.history(rank, seq)
+            if history and all(past.key != issue.key for past in history) and len(victims) == 1:
+                return issue
+    return None
+
+
+def _lonely(evidence: Evidence, issue: Issue, gone: Sequence[int], facts: list[str]) -> Finding:
+    is_barrier = issue.op in ("barrier", "monitored_barrier")
+    return make_finding(
+        "MC206" if is_barrier else "MC207",
+        f"{issue.op} on rank {issue.rank} has no counterpart on {ranks_text(gone)}",
+        ranks=[issue.rank],
+        victims=[],
+        frame=issue.frame,
+        evidence=[
+            f"observed: rank {issue.rank} called {issue.describe()}, which it had never called before",
+            *_exit_facts(evidence, gone),
+            *facts,
+            "inferred: the call stands in a branch that only this rank takes, such as `if rank == 0`",
+        ],
+        certainty="proven",
+        step=issue.step,
+        phase="collective",
+        began=issue.t,
+        now=evidence.now,
+    )

@@ -1,0 +1,306 @@
+"""Evidence: everything a run directory says about a run, as frozen data that rules read and never change."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from model_check.diagnose.frames import Frame, ThreadStack
+from model_check.rundir.ring import FLAG_ASYNC, Crumb
+
+STALL_FLOOR_S = 5.0
+STALL_STEPS = 5.0
+WAIT_PHASES = frozenset({"collective", "barrier", "p2p", "init", "store", "gate"})
+P2P_OPS = frozenset({"send", "recv", "batch_p2p"})
+
+
+@dataclass(frozen=True)
+class StackDump:
+    """The stacks of one process at one moment."""
+
+    t: float
+    rank: int
+    pid: int
+    round: int
+    source: str
+    process: str
+    threads: tuple[ThreadStack, ...]
+    error: str | None = None
+
+    @cached_property
+    def main(self) -> ThreadStack | None:
+        by_id = next((t for t in self.threads if t.native_id == self.pid), None)
+        by_name = next((t for t in self.threads if t.name == "MainThread"), None)
+        return by_id or by_name or (self.threads[0] if self.threads else None)
+
+
+@dataclass(frozen=True)
+class ProcSample:
+    """A process as /proc showed it."""
+
+    t: float
+    pid: int
+    state: str
+    cpu_s: float
+    rss: int
+    threads: int
+    wchan: str
+    syscall: str
+    stdin: str
+    syscall_target: str = ""
+    io_bytes: int = 0
+    children: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How a rank's process ended, by the launcher's clock."""
+
+    t: float
+    pid: int
+    code: int | None
+    signal: int | None
+
+    @property
+    def ok(self) -> bool:
+        return self.signal is None and self.code == 0
+
+
+@dataclass(frozen=True)
+class FlightEntry:
+    """One collective of the c10d flight recorder, the same for gloo and NCCL."""
+
+    group: str
+    seq: int
+    op: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    in_flight: bool
+    site: str
+    function: str
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """Everything known about one rank."""
+
+    rank: int
+    header: Mapping[str, Any] = field(default_factory=dict)
+    crumbs: tuple[Crumb, ...] = ()
+    events: tuple[Mapping[str, Any], ...] = ()
+    stacks: tuple[StackDump, ...] = ()
+    samples: tuple[ProcSample, ...] = ()
+    flight: tuple[FlightEntry, ...] = ()
+    fault_frames: tuple[Frame, ...] = ()
+    exit: RankExit | None = None
+    started_t: float | None = None
+    log_tail: str = ""
+
+    @property
+    def pid(self) -> int:
+        return int(self.header.get("pid") or (self.samples[-1].pid if self.samples else 0))
+
+    @property
+    def alive(self) -> bool:
+        return self.exit is None
+
+    @property
+    def seen(self) -> bool:
+        """False: nothing but its number is known, e.g. it was never started or left no files."""
+        return bool(self.header or self.samples or self.exit or self.events or self.started_t is not None)
+
+    @cached_property
+    def main_thread(self) -> int:
+        threads = {crumb.thread for crumb in self.crumbs}
+        if self.pid in threads or not self.crumbs:
+            return self.pid
+        return self.crumbs[0].thread
+
+    @cached_property
+    def open_spans(self) -> tuple[Crumb, ...]:
+        """Everything begun and not ended, oldest first, on any thread."""
+        ended = {crumb.span for crumb in self.crumbs if crumb.event == "end"}
+        return tuple(c for c in self.crumbs if c.event == "begin" and c.seq not in ended)
+
+    @cached_property
+    def innermost(self) -> Crumb | None:
+        """What the main thread was in the middle of."""
+        return next((c for c in reversed(self.open_spans) if c.thread == self.main_thread), None)
+
+    @cached_property
+    def blocking(self) -> Crumb | None:
+        """The open span in which this rank waits for others: a collective, a receive, joining the group."""
+        crumb = self.innermost
+        if crumb is not None and crumb.phase in WAIT_PHASES and not (is_async(crumb) and crumb.detail != "wait"):
+            return crumb
+        return None
+
+    @cached_property
+    def last_crumb(self) -> Crumb | None:
+        return self.crumbs[-1] if self.crumbs else None
+
+    @cached_property
+    def last_progress_t(self) -> float | None:
+        """The time of the last record, in seconds of CLOCK_MONOTONIC."""
+        if self.crumbs:
+            return self.crumbs[-1].time_ns / 1e9
+        start = self.header.get("start_monotonic_ns")
+        return float(start) / 1e9 if start else self.started_t
+
+    @cached_property
+    def step(self) -> int | None:
+        """The 0-based step in progress, as far as the ring tells."""
+        return self.last_crumb.step if self.last_crumb is not None and self.last_crumb.step >= 0 else None
+
+    @cached_property
+    def step_times(self) -> tuple[float, ...]:
+        return tuple(c.time_ns / 1e9 for c in self.crumbs if c.event == "point" and c.phase == "step")
+
+    @cached_property
+    def joined(self) -> bool:
+        """It has been through init_process_group, or says that it is past it."""
+        if any(e.get("event") in ("group", "config_hash", "versions") for e in self.events):
+            return True
+        return any(c.phase in ("collective", "barrier", "p2p") or (c.phase == "init" and c.event == "end") for c in self.crumbs)
+
+    def happened(self, event: str) -> list[Mapping[str, Any]]:
+        return [record for record in self.events if record.get("event") == event]
+
+    @cached_property
+    def exceptions(self) -> list[Mapping[str, Any]]:
+        return self.happened("exception")
+
+    def rank_stacks(self) -> list[StackDump]:
+        """Rounds of this rank's own process that could be taken, oldest first."""
+        return [s for s in self.stacks if s.process == "rank" and s.threads]
+
+    def user_frame_now(self) -> Frame | None:
+        """The user's line on the main thread's newest stack, else the newest breadcrumb that has one."""
+        for dump in reversed(self.rank_stacks()):
+            if dump.main is not None and (frame := dump.main.user_frame) is not None:
+                return frame
+        return self.last_site()
+
+    def last_site(self) -> Frame | None:
+        if self.innermost is not None and self.innermost.file:
+            return frame_of(self.innermost)
+        crumb = next((c for c in reversed(self.crumbs) if c.file), None)
+        return frame_of(crumb) if crumb is not None else None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One run: all its ranks, what the launcher saw, and what could not be read."""
+
+    world_size: int
+    ranks: Mapping[int, RankEvidence]
+    supervisor: tuple[Mapping[str, Any], ...] = ()
+    now: float = 0.0
+    live: bool = False
+    cores: int | None = None
+    damage: tuple[str, ...] = ()
+
+    def of(self, rank: int) -> RankEvidence:
+        return self.ranks.get(rank) or RankEvidence(rank)
+
+    @cached_property
+    def all_ranks(self) -> list[int]:
+        return sorted(set(range(self.world_size)) | set(self.ranks))
+
+    def said(self, event: str) -> list[Mapping[str, Any]]:
+        return [record for record in self.supervisor if record.get("event") == event]
+
+    @cached_property
+    def stall(self) -> Mapping[str, Any] | None:
+        """The launcher's standing claim that nothing moves, unless it was withdrawn."""
+        standing: Mapping[str, Any] | None = None
+        for record in self.supervisor:
+            if record.get("event") == "stall":
+                standing = record
+            elif record.get("event") in ("stall_withdrawn", "job_started"):
+                standing = None
+        return standing
+
+    @cached_property
+    def stopped_why(self) -> str:
+        stopped = self.said("stopped")
+        return str(stopped[-1].get("why", "")) if stopped else ""
+
+    @cached_property
+    def killed_as_hung(self) -> bool:
+        return self.stopped_why.lower().startswith("hang")
+
+    @cached_property
+    def median_step_s(self) -> float | None:
+        gaps = [b - a for r in self.ranks.values() for a, b in zip(r.step_times, r.step_times[1:], strict=False)]
+        return statistics.median(gaps) if gaps else None
+
+    @cached_property
+    def stall_threshold_s(self) -> float:
+        median = self.median_step_s
+        return max(STALL_FLOOR_S, STALL_STEPS * median) if median is not None else 2 * STALL_FLOOR_S
+
+    @cached_property
+    def end_t(self) -> float:
+        """The moment the ranks stopped being left alone: the first exit, or now."""
+        exits = [r.exit.t for r in self.ranks.values() if r.exit is not None]
+        return min([*exits, self.now])
+
+    @cached_property
+    def stalled(self) -> bool:
+        """Said by the launcher, or, without one, by the ages of the open spans."""
+        if self.stall is not None:
+            return True
+        quiet = [
+            self.end_t - r.last_progress_t for r in self.ranks.values() if r.last_progress_t is not None and r.blocking is not None
+        ]
+        return bool(quiet) and max(quiet) >= self.stall_threshold_s
+
+    @cached_property
+    def steps_completed(self) -> int:
+        """Steps that every rank which made any has completed."""
+        done = [count for r in self.ranks.values() if (count := _steps_done(r)) > 0]
+        return min(done) if done else 0
+
+    def group_members(self, group: str) -> tuple[int, ...]:
+        return self._groups.get(group) or tuple(self.all_ranks)
+
+    @cached_property
+    def _groups(self) -> dict[str, tuple[int, ...]]:
+        groups: dict[str, tuple[int, ...]] = {}
+        for rank in self.ranks.values():
+            for record in rank.happened("group"):
+                members = record.get("ranks")
+                if isinstance(members, list) and all(isinstance(m, int) for m in members):
+                    groups[str(record.get("name", ""))] = tuple(sorted(members))
+            for crumb in rank.crumbs:
+                if crumb.group and crumb.group not in groups and (members_of := _members_named(crumb)):
+                    groups[crumb.group] = members_of
+        return groups
+
+
+def _steps_done(rank: RankEvidence) -> int:
+    """The newest record's step is the index of the step in progress: as many are complete."""
+    return max((c.step for c in rank.crumbs[-64:]), default=0)
+
+
+def _members_named(crumb: Crumb) -> tuple[int, ...]:
+    """The ranks in a group's own name ("ranks 0,1 #2") or in the detail of its first record."""
+    for text in (crumb.detail, crumb.group):
+        if text.startswith("ranks"):
+            body = text[len("ranks") :].strip(" =:[(").split("#")[0].split("]")[0].split(")")[0]
+            numbers = [part.strip() for part in body.split(",")]
+            if numbers and all(n.split(" ")[0].isdigit() for n in numbers):
+                return tuple(sorted(int(n.split(" ")[0]) for n in numbers))
+    return ()
+
+
+def is_async(crumb: Crumb) -> bool:
+    return bool(crumb.flags & FLAG_ASYNC)
+
+
+def frame_of(crumb: Crumb) -> Frame:
+    return Frame(file=crumb.file, line=crumb.line, function=crumb.function)

@@ -1,0 +1,120 @@
+"""Runs all rules over the evidence and orders what they find: the verdict.
+
+Root cause first. A crash explains the waiting of its peers, and a mismatch explains the errors it raises, so what
+follows from an explanation is not reported beside it.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from model_check.diagnose.crash import crash_findings, find_failures
+from model_check.diagnose.evidence import Evidence
+from model_check.diagnose.hang import hang_findings
+from model_check.diagnose.issues import group_tables
+from model_check.diagnose.mismatch import mismatch_findings
+from model_check.diagnose.reading import Reader
+from model_check.diagnose.slow import slow_findings
+from model_check.diagnose.start import start_findings
+from model_check.diagnose.waits import find_waits
+from model_check.rundir import Finding, RunDir, Verdict
+from model_check.rundir.verdict import Outcome
+
+_SEVERITY = {"error": 0, "warning": 1, "info": 2}
+_CERTAINTY = {"proven": 0, "observed": 1, "suspected": 2}
+_STOPPED_AND_SAVED = 75
+_INTERRUPTING = ("interrupt", "sigint", "sigterm", "terminated", "request")
+
+
+def examine(run_dir: RunDir, *, live: bool, now: float | None = None) -> Verdict:
+    """The verdict on a run directory, from all its files."""
+    return Examiner(run_dir).update(live=live, now=now)
+
+
+class Examiner:
+    """Examines one run directory again and again, reading only what is new."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._reader = Reader(run_dir)
+        self._first_seen: dict[tuple[str, tuple[int, ...]], float] = {}
+        previous = Verdict.read(run_dir.verdict)
+        for finding in previous.findings if previous is not None else []:
+            self._remember(finding)
+
+    def update(self, *, live: bool = True, now: float | None = None) -> Verdict:
+        verdict = judge(self._reader.read(live=live, now=now))
+        for finding in verdict.findings:
+            key = (finding.code, tuple(finding.ranks))
+            if key in self._first_seen:
+                finding.seconds_to_detect = self._first_seen[key]
+            elif live:
+                self._remember(finding)
+            else:
+                # Nobody was watching: how long detection took is not in the files.
+                finding.seconds_to_detect = None
+        return verdict
+
+    def _remember(self, finding: Finding) -> None:
+        if finding.seconds_to_detect is not None:
+            self._first_seen[(finding.code, tuple(finding.ranks))] = finding.seconds_to_detect
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """All rules over one reading of the evidence."""
+    findings = find_all(evidence)
+    outcome, exit_code = _outcome(evidence, findings)
+    return Verdict(
+        outcome=outcome,
+        exit_code=exit_code,
+        world_size=evidence.world_size,
+        steps_completed=evidence.steps_completed,
+        findings=findings,
+    )
+
+
+def find_all(evidence: Evidence) -> list[Finding]:
+    tables = group_tables(evidence)
+    waits = find_waits(evidence, tables)
+    mismatches = mismatch_findings(evidence, tables)
+    crashes = crash_findings(evidence, tables, waits)
+    certain = [f for f in mismatches if f.certainty != "suspected"]
+    if certain and crashes and _explains(evidence, certain[0], crashes[0]):
+        crashes = []
+    # A suspicion that the ranks drifted apart stands alone, or is the reason for what happened next.
+    hangs = [] if crashes or any(f.certainty == "proven" for f in certain) else hang_findings(evidence, tables, waits)
+    causes = [*crashes, *hangs, *mismatches] if not certain else [*certain, *crashes, *hangs]
+    slow = [] if causes else slow_findings(evidence)
+    found = [*causes, *start_findings(evidence), *slow]
+    return sorted(found, key=lambda f: (_SEVERITY[f.severity], _CERTAINTY[f.certainty]))
+
+
+def _explains(evidence: Evidence, mismatch: Finding, crash: Finding) -> bool:
+    """The failing ranks failed in, or after, the mismatched call."""
+    if crash.code in ("MC303", "MC304", "MC305"):
+        return False
+    concerned = {*mismatch.ranks, *mismatch.victims}
+    return concerned.issuperset(crash.ranks)
+
+
+def _outcome(evidence: Evidence, findings: list[Finding]) -> tuple[Outcome, int | None]:
+    exits = [r.exit for r in evidence.ranks.values() if r.exit is not None]
+    running = evidence.live and (not exits or len(exits) < len(evidence.ranks))
+    if running:
+        return "running", None
+    why = evidence.stopped_why.lower()
+    if any(word in why for word in _INTERRUPTING) and not why.startswith(("hang", "proven")):
+        return "interrupted", _STOPPED_AND_SAVED if any(e.code == _STOPPED_AND_SAVED for e in exits) else None
+    errors = [f for f in findings if f.severity == "error"]
+    failures = sorted(find_failures(evidence), key=lambda f: (f.victim, f.began))
+    named = [f for f in failures if errors and f.rank.rank in errors[0].ranks and not f.victim]
+    for failure in [*named, *failures]:
+        end = failure.rank.exit
+        if end is not None and not end.ok:
+            code = end.code if end.code is not None else 128 + (end.signal or int(signal.SIGKILL))
+            return "failed", code
+    if failures or any(f.certainty == "proven" and f.code[:3] == "MC2" for f in errors) or evidence.killed_as_hung:
+        return "failed", 1
+    if len(exits) < evidence.world_size or not exits:
+        return ("running", None) if evidence.live else ("interrupted", None)
+    return "completed", 0

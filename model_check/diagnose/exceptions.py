@@ -1,0 +1,100 @@
+"""What an exception is about, from its type, text and frames: the code it deserves and the title of the finding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from model_check.diagnose.evidence import Evidence
+
+_WORKER = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpectedly|is killed by signal)", re.I)
+_PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
+_NO_GPU = re.compile(
+    r"invalid device ordinal|no CUDA GPUs are available|devices? (is|are) busy or unavailable|Duplicate GPU detected|"
+    r"no CUDA-capable device|Found no NVIDIA driver",
+    re.I,
+)
+_DEVICE_OOM = re.compile(r"(CUDA|HIP|MPS|XPU) ?(error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
+_HOST_OOM = re.compile(r"std::bad_alloc|DefaultCPUAllocator|can't allocate memory|cannot allocate memory", re.I)
+_ASSERT = re.compile(r"device-side assert", re.I)
+_DEVICE_LOST = re.compile(
+    r"uncorrectable ECC|\bXid\b|fallen off the bus|device (is )?lost|GPU is lost|unknown error.*CUDA|unspecified launch failure|"
+    r"NVLink|hardware (stack )?error",
+    re.I,
+)
+_TORN = re.compile(
+    r"PytorchStreamReader|central directory|unexpected (EOF|end)|not a zip|truncated|pickle data was truncated|"
+    r"invalid load key|HeaderTooLarge|MetadataIncompleteBuffer|InvalidHeader|Expecting value|Unterminated string|"
+    r"Extra data|Parquet magic bytes|file is too small|Ran out of input",
+    re.I,
+)
+_TORN_TYPES = frozenset({"EOFError", "UnpicklingError", "JSONDecodeError", "SafetensorError", "ArrowInvalid", "BadZipFile"})
+_MAKES_DIRECTORY = re.compile(r"\bmkdir\(|\bmakedirs\(|\.mkdir\(|\brmtree\(|\bsymlink|\brename\(|\breplace\(")
+
+
+def classify_exception(
+    exception: Mapping[str, Any], *, evidence: Evidence | None = None, ranks: Iterable[int] = ()
+) -> tuple[str, str]:
+    """The code, and the title with `{who}` for the ranks; an empty title means: quote the exception."""
+    kind = str(exception.get("root_type") or exception.get("type") or "").rpartition(".")[2]
+    text = f"{exception.get('message') or ''} {exception.get('root_message') or ''}"
+    if _PORT.search(text):
+        return "MC103", _port_title(evidence)
+    if _WORKER.search(text):
+        return "MC216", "a loader worker of {who} died"
+    if kind in ("ImportError", "ModuleNotFoundError"):
+        return "MC310", f"{{who}} cannot import: {_short(text)}"
+    if kind == "OutOfMemoryError" or _DEVICE_OOM.search(text):
+        return "MC501", "{who} ran out of device memory"
+    if _ASSERT.search(text):
+        return "MC311", "an assertion failed on the device of {who}"
+    if _DEVICE_LOST.search(text):
+        return "MC312", "the device of {who} failed"
+    if _NO_GPU.search(text):
+        return "MC104", f"{{who}} has no usable GPU: {_short(text)}"
+    if kind == "MemoryError" or _HOST_OOM.search(text):
+        return "MC307", "{who} ran out of host memory"
+    some_only = evidence is None or len(set(ranks)) < max(1, evidence.world_size)
+    if some_only and kind == "FileExistsError" and _touches_directory(exception):
+        return "MC107", f"{{who}} lost a race for a directory: {_short(text)}"
+    if some_only and _reads_file(exception) and (kind in _TORN_TYPES or _TORN.search(text)):
+        return "MC110", "{who} read a file that another rank was still writing"
+    return "MC301", ""
+
+
+def _port_title(evidence: Evidence | None) -> str:
+    holders = evidence.said("port") if evidence is not None else []
+    if not holders:
+        return "the port {who} wants to listen on is taken"
+    held = holders[-1]
+    by = f" by process {held['holder_pid']} ({held.get('holder_cmd') or '?'})" if held.get("holder_pid") else ""
+    return f"port {held.get('port')}, which {{who}} needs, is taken{by}"
+
+
+def _short(text: str) -> str:
+    return text.strip().split("\n")[0][:120]
+
+
+def _frames(exception: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    frames = exception.get("frames")
+    found = [f for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
+    given = exception.get("user_frame")
+    return [*found, given] if isinstance(given, dict) else found
+
+
+def _touches_directory(exception: Mapping[str, Any]) -> bool:
+    frames = _frames(exception)
+    if any(f.get("function") in ("mkdir", "makedirs", "rmtree", "rename", "replace", "symlink_to") for f in frames):
+        return True
+    texts = [str(f.get("text") or "") for f in frames]
+    return any(_MAKES_DIRECTORY.search(text) for text in texts) or not any(texts)
+
+
+def _reads_file(exception: Mapping[str, Any]) -> bool:
+    names = ("load", "read", "open", "from_file", "decode", "loads", "restore", "from_pretrained")
+    for frame in _frames(exception):
+        called = f"{frame.get('function') or ''} {frame.get('text') or ''}".lower()
+        if any(name in called for name in names):
+            return True
+    return False

@@ -1,0 +1,69 @@
+"""Makes findings: one place that turns a rule's conclusion into the fields of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from model_check.diagnose.catalogue import CATALOGUE
+from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.evidence import Evidence
+from model_check.diagnose.frames import Frame
+from model_check.diagnose.waits import Wait
+from model_check.rundir import Finding
+from model_check.rundir.verdict import Certainty, Severity
+
+
+def make_finding(
+    code: str,
+    title: str,
+    *,
+    ranks: Iterable[int],
+    evidence: Sequence[str],
+    victims: Iterable[int] = (),
+    frame: Frame | None = None,
+    certainty: Certainty = "observed",
+    severity: Severity = "error",
+    step: int | None = None,
+    phase: str | None = None,
+    tensor: str | None = None,
+    fix: Sequence[str] = (),
+    began: float | None = None,
+    now: float | None = None,
+) -> Finding:
+    """A finding with the catalogue's remedy unless the rule knows a better one."""
+    guilty = sorted(set(ranks))
+    return Finding(
+        code=code,
+        title=title,
+        certainty=certainty,
+        severity=severity,
+        ranks=guilty,
+        victims=sorted(set(victims) - set(guilty)),
+        step=step if step is not None and step >= 0 else None,
+        phase=phase if phase not in ("", "none") else None,
+        location=frame.site if frame is not None and frame.file else None,
+        function=frame.function or None if frame is not None else None,
+        tensor=tensor,
+        evidence=list(evidence),
+        fix=list(fix) or list(CATALOGUE[code].fix),
+        seconds_to_detect=round(now - began, 2) if now is not None and began is not None and now >= began else None,
+    )
+
+
+def waiting_text(waits: Mapping[int, Wait], ranks: Iterable[int]) -> list[str]:
+    """One sentence per place: "ranks 0 and 2 wait in all_reduce #41 at train.py:40"."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank in ranks:
+        wait = waits.get(rank)
+        if wait is not None:
+            number = f" number {wait.seq} of group {wait.group or 'default'}" if wait.seq else ""
+            where = wait.frame.site if wait.frame is not None else ""
+            places.setdefault((wait.what + number, where), []).append(rank)
+    return [
+        f"observed: {ranks_text(who)} wait{'s' if len(who) == 1 else ''} in {what}" + (f" at {where}" if where else "")
+        for (what, where), who in places.items()
+    ]
+
+
+def seconds_since(evidence: Evidence, t: float | None) -> str:
+    return f"{max(0.0, evidence.now - t):.1f} s" if t is not None else "an unknown time"

@@ -1,0 +1,134 @@
+"""Stack frames: which of them are the user's own code, and what a stack says about what its thread is doing."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+_STDLIB = tuple(
+    path.rstrip("/") + "/" for key in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(key)) is not None
+)
+# Installed packages live in these folders on every platform; a run directory may come from another machine, so the
+# paths of this interpreter alone do not decide.
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/model_check/")
+_FOREIGN_STDLIB = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")
+_LOCK_FUNCTIONS = {"acquire", "__enter__", "wait", "join", "_wait_for_tstate_lock", "get", "put", "result", "wait_for"}
+_LOCK_FILES = ("threading.py", "queue.py", "concurrent/futures/_base.py", "multiprocessing/synchronize.py")
+_LOCK_TEXT = re.compile(r"\.acquire\(|\block\b|\bwith\s+[\w.\[\]]*(lock|mutex|cond|sem)\w*|\.join\(\s*\)|\.wait\(\s*\)", re.I)
+_NETWORK = ("huggingface_hub/", "datasets/", "wandb/", "mlflow/", "requests/", "urllib3/", "httpx/", "httpcore/", "comet_ml/")
+_NETWORK_STDLIB = ("ssl.py", "socket.py", "http/client.py", "urllib/request.py")
+_WRITE_TEXT = re.compile(r"\bopen\(|\.write\(|\.flush\(|fsync|torch\.save\(|save_file\(|write_text\(|write_bytes\(")
+_INPUT_TEXT = re.compile(r"\binput\(|stdin\.(read|readline|buffer)|\bgetpass\(|in sys\.stdin")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame of a Python stack, the path as the interpreter knows it."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+    @property
+    def site(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def is_user_code(self) -> bool:
+        """Not torch, the standard library, an installed package, the import machinery, or ourselves."""
+        return is_user_path(self.file)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Frame:
+        return cls(
+            file=str(value.get("file") or ""),
+            line=int(value.get("line") or 0),
+            function=str(value.get("function") or ""),
+            text=str(value.get("text") or ""),
+        )
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """One thread of a dump, innermost frame first."""
+
+    name: str
+    native_id: int
+    active: bool
+    gil: bool
+    frames: tuple[Frame, ...]
+
+    @property
+    def user_frame(self) -> Frame | None:
+        return next((frame for frame in self.frames if frame.is_user_code), None)
+
+    @property
+    def innermost(self) -> Frame | None:
+        return self.frames[0] if self.frames else None
+
+
+def is_user_path(file: str) -> bool:
+    if not file or file.startswith("<") or "frozen importlib" in file:
+        return False
+    path = file.replace("\\", "/")
+    if any(part in path for part in _INSTALLED) or path.startswith("model_check/"):
+        return False
+    return not (path.startswith(_STDLIB) or _FOREIGN_STDLIB.search(path))
+
+
+def source_text(frame: Frame) -> str:
+    """The source line of a frame: from the evidence, else from the file where it can be read here."""
+    return frame.text.strip() or linecache.getline(frame.file, frame.line).strip()
+
+
+def _inner_part(thread: ThreadStack) -> Iterable[Frame]:
+    """The frames below the user's innermost one: what the user's line called."""
+    for frame in thread.frames:
+        if frame.is_user_code:
+            return
+        yield frame
+
+
+def waits_for_lock(thread: ThreadStack) -> bool:
+    """In a lock, condition, queue or join; a plain lock is C code, so there the source line decides."""
+    inner = list(_inner_part(thread))
+    if inner:
+        return inner[0].function in _LOCK_FUNCTIONS and any(inner[0].file.endswith(name) for name in _LOCK_FILES)
+    frame = thread.user_frame
+    return frame is not None and not thread.active and bool(_LOCK_TEXT.search(source_text(frame)))
+
+
+def network_package(thread: ThreadStack) -> str | None:
+    """The hub, tracker or network library the thread is inside of."""
+    for frame in reversed(list(_inner_part(thread))):
+        path = frame.file.replace("\\", "/")
+        for package in _NETWORK:
+            if f"/{package}" in path:
+                return package.rstrip("/")
+    for frame in _inner_part(thread):
+        if any(frame.file.endswith("/" + name) for name in _NETWORK_STDLIB):
+            return PurePosixPath(frame.file).stem
+    return None
+
+
+def writes_file(thread: ThreadStack) -> bool:
+    frame = thread.user_frame
+    inner = list(_inner_part(thread))
+    if any(f.function in {"save", "_save", "_open_zipfile_writer", "_open_file_like", "save_file"} for f in inner):
+        return True
+    return frame is not None and bool(_WRITE_TEXT.search(source_text(frame)))
+
+
+def reads_input(thread: ThreadStack) -> bool:
+    frame = thread.user_frame
+    return frame is not None and bool(_INPUT_TEXT.search(source_text(frame)))
+
+
+def in_loader(thread: ThreadStack) -> bool:
+    return any("torch/utils/data/" in frame.file.replace("\\", "/") for frame in thread.frames)

@@ -1,0 +1,318 @@
+"""Rules on ranks that do not move: who holds the others up, and in what: MC102, MC204, MC209-MC220.
+
+Severity is a warning as long as the job could still come back; circles of waits and peers that are gone cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.departures import departed_finding
+from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.findings import make_finding, seconds_since, waiting_text
+from model_check.diagnose.frames import Frame, source_text
+from model_check.diagnose.issues import GroupTable
+from model_check.diagnose.standing import Standing
+from model_check.diagnose.waits import Wait, find_cycle, holders
+from model_check.rundir import Finding
+
+_SLOW_BUT_FINE = {
+    "save": "saving a checkpoint",
+    "load": "loading a checkpoint",
+    "eval": "evaluating",
+    "compile": "compiling",
+    "model": "building the model",
+    "import": "importing",
+    "start": "starting",
+    "gate": "waiting its turn to import",
+}
+_COMPUTING = {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}
+
+
+def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mapping[int, Wait]) -> list[Finding]:
+    """Proofs first (a circle, a peer that is gone); guesses only while the job stands still."""
+    cycle = find_cycle(waits)
+    if cycle:
+        return [_cycle(evidence, cycle, waits)]
+    held = holders(waits, evidence)
+    gone = [rank for rank in held if (end := evidence.of(rank).exit) is not None and (end.ok or end.code is None and end.signal is None)]
+    if gone:
+        victims = sorted({victim for rank in gone for victim in held[rank]})
+        return [departed_finding(evidence, tables, gone, victims, waiting_text(waits, victims))]
+    if not evidence.stalled:
+        return []
+    stopped = [r for r in evidence.ranks.values() if r.alive and Standing(evidence, r).stopped]
+    suspects = {r.rank: sorted(waits) for r in stopped} or {rank: held[rank] for rank in held if evidence.of(rank).alive}
+    if not suspects:
+        suspects = _idle_alone(evidence, waits)
+    if not suspects and waits:
+        return _transfer_stuck(evidence, waits)
+    return _merged([_classify(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
+
+
+def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list[int]]:
+    """Ranks nobody is known to wait for, which are quiet themselves."""
+    quiet = {}
+    for rank in evidence.ranks.values():
+        since = rank.last_progress_t
+        if rank.alive and rank.rank not in waits and since is not None and evidence.now - since >= evidence.stall_threshold_s:
+            quiet[rank.rank] = sorted(waits)
+    return quiet
+
+
+def _cycle(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait]) -> Finding:
+    lines = []
+    for rank in cycle:
+        wait = waits[rank]
+        where = f" at {wait.frame.site}" if wait.frame is not None else ""
+        group = f" in group {wait.group}" if wait.group else ""
+        lines.append(f"observed: rank {rank} waits in {wait.what}{group}{where} for {ranks_text(wait.on)}")
+    first = min(cycle)
+    others = [rank for rank in waits if rank not in cycle]
+    return make_finding(
+        "MC218",
+        f"{ranks_text(cycle)} wait for each other in a circle",
+        ranks=cycle,
+        victims=others,
+        frame=waits[first].frame,
+        evidence=[*lines, "inferred: every rank of the circle needs another one to move first; none can"],
+        certainty="proven",
+        step=evidence.of(first).step,
+        phase=waits[first].kind,
+        began=max(waits[rank].since for rank in cycle),
+        now=evidence.now,
+    )
+
+
+def _transfer_stuck(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Finding]:
+    """Everybody has arrived and nobody comes back."""
+    first = min(waits)
+    return [
+        make_finding(
+            "MC220",
+            f"every rank is inside {waits[first].what}, and the transfer does not end",
+            ranks=[],
+            victims=sorted(waits),
+            frame=waits[first].frame,
+            evidence=[
+                *waiting_text(waits, sorted(waits)),
+                "observed: all members of the group have called it with the same signature",
+                "inferred: the network or a device between the ranks is slow or stuck, not the script",
+            ],
+            severity="error" if evidence.killed_as_hung else "warning",
+            step=evidence.of(first).step,
+            phase="collective",
+            began=max(wait.since for wait in waits.values()),
+            now=evidence.now,
+        )
+    ]
+
+
+def _classify(evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]) -> Finding:
+    rank = evidence.of(number)
+    standing = Standing(evidence, rank)
+    waiting = sorted(set(victims) - {number})
+    joining = any(w.kind == "init" and number in w.on for w in waits.values())
+    code, title, frame, facts, fix = _name(standing, joining)
+    quiet_since = rank.last_progress_t
+    return make_finding(
+        code,
+        title,
+        ranks=[number],
+        victims=waiting,
+        frame=frame,
+        evidence=[
+            *facts,
+            f"observed: no progress of rank {number} for {seconds_since(evidence, quiet_since)}",
+            *waiting_text(waits, waiting),
+            *([f"inferred: {ranks_text(waiting)} can go on when rank {number} does"] if waiting else []),
+        ],
+        severity="error" if evidence.killed_as_hung else "warning",
+        step=rank.step,
+        phase=standing.phase,
+        fix=fix,
+        began=quiet_since,
+        now=evidence.now,
+    )
+
+
+Named = tuple[str, str, "Frame | None", list[str], list[str]]
+
+
+def _name(standing: Standing, joining: bool) -> Named:
+    """The first explanation that fits, from the most specific to the least."""
+    return (
+        _stopped(standing)
+        or _input(standing)
+        or _loader(standing)
+        or _network(standing)
+        or _gil(standing)
+        or _lock(standing)
+        or _write(standing)
+        or (_never_joined(standing) if joining else None)
+        or _spinning(standing)
+        or _slow(standing)
+        or _user_code(standing)
+    )
+
+
+def _stopped(s: Standing) -> Named | None:
+    if not s.stopped:
+        return None
+    fact = f"observed: the kernel says process {s.rank.pid} is stopped (state {s.state})"
+    fix = [f"continue it: kill -CONT {s.rank.pid}", "find out who sent SIGSTOP: a debugger, a batch system, Ctrl-Z"]
+    return "MC209", f"rank {s.rank.rank} is stopped (SIGSTOP)", s.frame, [fact], fix
+
+
+def _input(s: Standing) -> Named | None:
+    if not s.waits_for_input:
+        return None
+    facts = [f"observed: {_doing(s)}"]
+    if s.in_debugger:
+        facts.append("observed: its stack is inside the Python debugger, which waits for a command")
+    if s.sample is not None and s.sample.stdin:
+        facts.append(f"observed: its standard input is {s.sample.stdin}")
+    return "MC215", f"rank {s.rank.rank} waits for standard input", s.frame, facts, []
+
+
+def _loader(s: Standing) -> Named | None:
+    if not s.in_loader:
+        return None
+    if s.dead_workers:
+        pids = ", ".join(map(str, s.dead_workers))
+        fact = f"observed: loader worker {pids} is no longer alive and rank {s.rank.rank} still waits for its batch"
+        return "MC216", f"a loader worker of rank {s.rank.rank} died", s.frame, [fact], []
+    workers = [(d, d.main.user_frame) for d in s.worker_dumps() if d.main is not None and d.main.user_frame is not None]
+    stuck = next(((d, f) for d, f in workers if f is not None), None)
+    facts = [f"observed: {_doing(s)}"]
+    if stuck is not None:
+        dump, frame = stuck
+        facts.append(f"observed: its loader worker {dump.pid} stands at {frame.site} in {frame.function}")
+        return "MC204", f"rank {s.rank.rank} is stuck in the data loader", frame, facts, []
+    return "MC204", f"rank {s.rank.rank} is stuck in the data loader", s.frame, facts, []
+
+
+def _network(s: Standing) -> Named | None:
+    package = s.network
+    if package is None or s.busy:
+        return None
+    return "MC214", f"rank {s.rank.rank} is stuck in a call to {package}", s.frame, [f"observed: {_doing(s)}"], []
+
+
+def _gil(s: Standing) -> Named | None:
+    holder = s.gil_holder
+    if holder is None:
+        return None
+    frame = holder.user_frame or s.frame
+    text = source_text(frame) if frame is not None else ""
+    facts = [
+        f"observed: {_doing(s)}",
+        f"observed: thread {holder.name or holder.native_id} held the interpreter lock at the same line in two looks"
+        + (f": {text}" if text else ""),
+        "inferred: a call into C code keeps the GIL, so no other Python thread of this rank can run",
+    ]
+    return "MC210", f"rank {s.rank.rank} holds the GIL in C code", frame, facts, []
+
+
+def _lock(s: Standing) -> Named | None:
+    waiters = s.lock_waiters
+    if not waiters:
+        return None
+    facts = []
+    for thread in waiters:
+        frame = thread.user_frame
+        if frame is not None:
+            text = source_text(frame)
+            facts.append(
+                f"observed: thread {thread.name or thread.native_id} waits for a lock at {frame.site} in {frame.function}"
+                + (f": {text}" if text else "")
+            )
+    if len(waiters) > 1:
+        facts.append("inferred: these threads each hold what another one waits for; a plain lock does not record its owner")
+        title = f"threads of rank {s.rank.rank} wait for each other's locks"
+    else:
+        facts.append("observed: no other thread of this process is about to release it")
+        facts.append("inferred: the lock was taken by the same thread, or its owner ended without releasing it")
+        title = f"rank {s.rank.rank} waits for a lock that nobody releases"
+    return "MC211", title, waiters[0].user_frame or s.frame, facts, []
+
+
+def _write(s: Standing) -> Named | None:
+    if not s.write_is_stuck or s.sample is None:
+        return None
+    target = f" on {s.sample.syscall_target}" if s.sample.syscall_target else ""
+    call = s.sample.syscall or s.sample.wchan or f"state {s.state}"
+    facts = [f"observed: {_doing(s)}", f"observed: the kernel has it wait in {call}{target}; no bytes move"]
+    return "MC213", f"rank {s.rank.rank} is stuck writing a file", s.frame, facts, []
+
+
+def _never_joined(s: Standing) -> Named:
+    known = "it has left no black box yet" if not s.rank.header else _doing(s)
+    fix = [f"look at {s.frame.site}: the rank is there, before init_process_group"] if s.frame is not None else []
+    facts = [f"observed: {known}", "observed: it has not entered init_process_group"]
+    return "MC102", f"rank {s.rank.rank} never joined the process group", s.frame, facts, fix
+
+
+def _spinning(s: Standing) -> Named | None:
+    frame = s.spinning
+    if frame is None:
+        return None
+    share = f"uses {100 * s.cpu_share:.0f} % of a core" if s.cpu_share is not None else "is running"
+    facts = [f"observed: the process {share} and stays in {frame.function}", f"observed: {_doing(s)}"]
+    return "MC212", f"rank {s.rank.rank} loops in {frame.function} without getting anywhere", frame, facts, []
+
+
+def _slow(s: Standing) -> Named | None:
+    doing = _SLOW_BUT_FINE.get(s.phase)
+    if doing is None and s.busy:
+        doing = _COMPUTING.get(s.phase)
+    if doing is None:
+        return None
+    spent = f"{max(0.0, s.evidence.now - (s.rank.innermost.time_ns / 1e9)):.0f} s" if s.rank.innermost is not None else "long"
+    facts = [f"observed: rank {s.rank.rank} has been {doing} for {spent}"]
+    if s.cpu_share is not None:
+        facts.append(f"observed: it uses {100 * s.cpu_share:.0f} % of a core")
+    return "MC220", f"rank {s.rank.rank} has been {doing} for {spent}", s.frame, facts, []
+
+
+def _user_code(s: Standing) -> Named:
+    where = f" at {s.frame.site}" if s.frame is not None else ""
+    facts = [f"observed: {_doing(s)}"]
+    if s.sample is not None:
+        call = f", system call {s.sample.syscall}" if s.sample.syscall else ""
+        facts.append(f"observed: process state {s.state or '?'}{call}")
+        children = [str(c.get("comm")) for c in s.sample.children if c.get("comm")]
+        if children:
+            facts.append(f"observed: it has child processes: {', '.join(sorted(set(children)))}")
+    return "MC219", f"rank {s.rank.rank} is stuck{where}", s.frame, facts, []
+
+
+def _doing(s: Standing) -> str:
+    """Where the main thread stands, in words."""
+    inside = s.rank.innermost
+    phase = f"in phase {inside.phase}" if inside is not None else "in code outside any recorded phase"
+    if s.main is not None and s.main.innermost is not None and s.frame is not None:
+        inner = s.main.innermost
+        below = f", inside {inner.function} ({inner.site})" if inner != s.frame else ""
+        return f"rank {s.rank.rank} is {phase}, its main thread at {s.frame.site} in {s.frame.function}{below}"
+    place = f", last seen at {s.frame.site}" if s.frame is not None else ""
+    return f"rank {s.rank.rank} is {phase}{place}"
+
+
+def _merged(findings: list[Finding]) -> list[Finding]:
+    """Ranks that are stuck in the same way at the same line are one finding."""
+    merged: dict[tuple[str, str | None], Finding] = {}
+    for finding in findings:
+        key = (finding.code, finding.location)
+        held = merged.get(key)
+        if held is None:
+            merged[key] = finding
+            continue
+        held.ranks = sorted({*held.ranks, *finding.ranks})
+        held.victims = sorted({*held.victims, *finding.victims} - set(held.ranks))
+        held.title = finding.title.replace(f"rank {finding.ranks[0]} is", f"{ranks_text(held.ranks)} are").replace(
+            f"rank {finding.ranks[0]} ", f"{ranks_text(held.ranks)} "
+        )
+        held.evidence += [line for line in finding.evidence if line not in held.evidence]
+    return sorted(merged.values(), key=lambda f: (f.code == "MC220", -len(f.victims)))

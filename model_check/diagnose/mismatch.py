@@ -1,0 +1,243 @@
+"""Rules on collectives that do not match: MC201-MC203, MC205-MC208, and MC302 where a swallowed exception is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from model_check.diagnose.collectives import Divergence, find_divergence, ranks_text
+from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.findings import make_finding
+from model_check.diagnose.frames import Frame
+from model_check.diagnose.issues import GroupTable, Issue, flight_tables
+from model_check.rundir import Finding
+from model_check.rundir.ring import Crumb
+from model_check.rundir.verdict import Certainty, Severity
+
+_LOADER_ENDED = ("exhausted", "stop", "end", "StopIteration")
+_SHORT = {"op": "MC201", "shape": "MC202", "dtype": "MC203", "crossed": "MC208", "shifted": "MC206"}
+
+
+def mismatch_findings(evidence: Evidence, tables: Iterable[GroupTable]) -> list[Finding]:
+    """One finding per group whose ranks parted; the flight recorder is asked where the rings saw nothing."""
+    parted = [d for d in map(find_divergence, tables) if d is not None]
+    if not parted:
+        parted = [d for d in map(find_divergence, flight_tables(evidence)) if d is not None and d.kind != "shifted"]
+    parted.sort(key=lambda d: min(issue.t for issue in d.calls.values()))
+    return [_finding(evidence, divergence) for divergence in parted]
+
+
+def _finding(evidence: Evidence, divergence: Divergence) -> Finding:
+    swallowed = _swallowed_before(evidence, divergence)
+    if swallowed is not None:
+        rank, record = swallowed
+        return swallowed_finding(evidence, rank, record, victims=set(divergence.calls) - {rank}, facts=_calls(divergence))
+    if divergence.kind == "op" and (short := _out_of_data(evidence, divergence)):
+        return uneven_finding(evidence, short, set(divergence.calls) - set(short), _calls(divergence), proven=True)
+    return _plain(evidence, divergence)
+
+
+def _plain(evidence: Evidence, divergence: Divergence) -> Finding:
+    calls, guilty = divergence.calls, divergence.guilty
+    code = _code(divergence)
+    first = divergence.first_call()
+    everybody = sorted(set(divergence.table.members) | set(calls))
+    facts = [*_calls(divergence), *([f"inferred: {divergence.blame}"] if divergence.blame else [])]
+    if not guilty:
+        facts.append("inferred: nothing in the history says which of these ranks is the wrong one, so none is blamed")
+    facts.append(_consequence(divergence))
+    return make_finding(
+        code,
+        _title(divergence, code),
+        ranks=guilty or calls,
+        victims=[r for r in everybody if r not in guilty] if guilty else [],
+        frame=first.frame,
+        evidence=facts,
+        certainty=_certainty(divergence),
+        severity=_severity(divergence),
+        step=first.step,
+        phase="collective",
+        tensor=_tensor(first),
+        began=max(issue.t for issue in calls.values()) or None,
+        now=evidence.now,
+    )
+
+
+def _code(divergence: Divergence) -> str:
+    if divergence.kind in ("op", "shifted") and divergence.manner == "missing":
+        return "MC206"
+    if divergence.kind in ("op", "shifted") and divergence.manner == "extra":
+        return "MC207"
+    return _SHORT[divergence.kind]
+
+
+def _certainty(divergence: Divergence) -> Certainty:
+    if divergence.kind == "shifted":
+        return "suspected"
+    if divergence.kind == "crossed":
+        return "observed"
+    return "proven"
+
+
+def _severity(divergence: Divergence) -> Severity:
+    return "warning" if divergence.kind == "shifted" else "error"
+
+
+def _title(divergence: Divergence, code: str) -> str:
+    first = divergence.first_call()
+    who = ranks_text(divergence.guilty or divergence.calls)
+    one = len(divergence.guilty or divergence.calls) == 1
+    others = next((i for r, i in sorted(divergence.calls.items()) if r not in divergence.guilty), first)
+    if not divergence.decided:
+        kinds = {"shape": "sizes", "dtype": "dtypes", "crossed": "crossed order"}
+        return f"{who} called different {kinds.get(divergence.kind, 'collectives')} at the same place in their order"
+    if code == "MC206":
+        if first.op in ("barrier", "monitored_barrier") and divergence.kind == "op" and others.op != first.op:
+            return f"{first.op} on {who} has no counterpart on the other ranks"
+        return f"{who} skipped a collective that the other ranks called"
+    if code == "MC207":
+        return f"{who} called {'an' if first.op[0] in 'aeiou' else 'a'} {first.op} that no other rank calls"
+    if code == "MC202":
+        return f"{who} called {first.op} with another size than its peers"
+    if code == "MC203":
+        return f"{who} called {first.op} with {first.dtype}, its peers with {others.dtype}"
+    if code == "MC208":
+        return f"{who} call{'s' if one else ''} two collectives of the same size in swapped order"
+    return f"{who} called {first.op} where the other ranks called {others.op}"
+
+
+def _calls(divergence: Divergence) -> list[str]:
+    """What every rank called at the place where they part."""
+    where = f"collective {divergence.seq} of group {divergence.table.group or 'default'}"
+    return [
+        f"observed: {where}: {ranks_text(ranks)} called {text}" for text, ranks in _grouped(divergence.calls.items()).items()
+    ]
+
+
+def _grouped(calls: Iterable[tuple[int, Issue]]) -> dict[str, list[int]]:
+    grouped: dict[str, list[int]] = {}
+    for rank, issue in sorted(calls):
+        step = f", step {issue.step}" if issue.step >= 0 else ""
+        grouped.setdefault(issue.describe() + step, []).append(rank)
+    return grouped
+
+
+def _consequence(divergence: Divergence) -> str:
+    if divergence.kind in ("dtype", "crossed"):
+        return "inferred: the backend does not notice; every result of these calls is a mixture of different values"
+    if divergence.kind == "shifted":
+        return "inferred: from here on every collective of this group pairs values of different steps"
+    if divergence.kind == "shape":
+        return "inferred: one rank aborts or all of them wait; the call cannot complete"
+    return "inferred: each rank waits for a call that the others will not make; this cannot resolve itself"
+
+
+def _tensor(issue: Issue) -> str | None:
+    return f"{issue.dtype}[{', '.join(map(str, issue.shape))}]" if issue.shape else None
+
+
+def _swallowed_before(evidence: Evidence, divergence: Divergence) -> tuple[int, Mapping[str, object]] | None:
+    suspects = divergence.guilty or tuple(divergence.calls)
+    for rank in suspects:
+        record = last_swallowed(evidence.of(rank), before=divergence.calls[rank].t if rank in divergence.calls else None)
+        if record is not None:
+            return rank, record
+    return None
+
+
+def last_swallowed(rank: RankEvidence, before: float | None = None) -> Mapping[str, object] | None:
+    records = [r for r in rank.happened("swallowed_exception") if before is None or not before or _time(r) <= before + 1.0]
+    return records[-1] if records else None
+
+
+def _time(record: Mapping[str, object]) -> float:
+    t = record.get("raised_t", record.get("t"))
+    return float(t) if isinstance(t, (int, float)) else 0.0
+
+
+def user_frame(record: Mapping[str, object]) -> Frame | None:
+    """The user's innermost frame of an exception record."""
+    given = record.get("user_frame")
+    if isinstance(given, dict) and given.get("file"):
+        return Frame.from_json(given)
+    frames = record.get("frames")
+    parsed = [Frame.from_json(f) for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
+    return next((f for f in reversed(parsed) if f.is_user_code), parsed[-1] if parsed else None)
+
+
+def swallowed_finding(
+    evidence: Evidence, rank: int, record: Mapping[str, object], victims: Iterable[int], facts: list[str]
+) -> Finding:
+    frame = user_frame(record)
+    kind, message = record.get("type", "an exception"), str(record.get("message", "")).split("\n")[0]
+    return make_finding(
+        "MC302",
+        f"rank {rank} swallowed {kind} and drifted away from its peers",
+        ranks=[rank],
+        victims=victims,
+        frame=frame,
+        evidence=[
+            f"observed: {kind}: {message}" + (f", raised at {frame.site}" if frame is not None else ""),
+            "observed: the script caught it and went on; no other rank did the same",
+            *facts,
+        ],
+        certainty="proven",
+        step=evidence.of(rank).step,
+        phase="exception",
+        began=_time(record) or None,
+        now=evidence.now,
+    )
+
+
+def data_spans(rank: RankEvidence) -> list[Crumb]:
+    return [c for c in rank.crumbs if c.phase == "data" and c.event == "end"]
+
+
+def ran_out_of_data(rank: RankEvidence) -> bool:
+    """The rank's last call of its loader ended the loop, or was followed by no more training."""
+    spans = data_spans(rank)
+    if not spans:
+        return False
+    if spans[-1].detail in _LOADER_ENDED:
+        return True
+    if any(span.detail in _LOADER_ENDED for span in spans):
+        return False
+    after = [c for c in rank.crumbs if c.seq > spans[-1].seq]
+    return not any(c.phase in ("forward", "backward", "optimizer", "step", "data") for c in after)
+
+
+def _out_of_data(evidence: Evidence, divergence: Divergence) -> list[int]:
+    """The ranks whose loader had ended, where others still had data."""
+    done = [rank for rank in divergence.calls if ran_out_of_data(evidence.of(rank))]
+    return done if 0 < len(done) < len(divergence.calls) else []
+
+
+def loader_frame(rank: RankEvidence) -> Frame | None:
+    crumb = next((c for c in reversed(rank.crumbs) if c.phase == "data" and c.file), None)
+    return Frame(crumb.file, crumb.line, crumb.function) if crumb is not None else rank.last_site()
+
+
+def uneven_finding(
+    evidence: Evidence, short: Iterable[int], victims: Iterable[int], facts: list[str], *, proven: bool
+) -> Finding:
+    ranks = sorted(short)
+    first = evidence.of(ranks[0])
+    counted = [f"rank {r.rank}: {len([c for c in r.crumbs if c.phase == 'step' and c.event == 'point'])} steps" for r in evidence.ranks.values()]
+    ended = max((c.time_ns for c in data_spans(first)), default=0) / 1e9
+    return make_finding(
+        "MC205",
+        f"{ranks_text(ranks)} ran out of data while other ranks still train",
+        ranks=ranks,
+        victims=victims,
+        frame=loader_frame(first),
+        evidence=[
+            f"observed: the loader of {ranks_text(ranks)} ended at step {first.step}",
+            f"observed: steps still in the black boxes: {'; '.join(counted)}",
+            *facts,
+        ],
+        certainty="proven" if proven else "observed",
+        severity="error" if proven else "warning",
+        step=first.step,
+        phase="data",
+        began=ended or None,
+        now=evidence.now,
+    )

@@ -1,0 +1,250 @@
+"""Rules on jobs that run, but slower than they should: MC701, MC702, MC704, MC705.
+
+Wall time cannot name a straggler, since the collective makes all ranks equally slow: what counts is a rank's own time,
+the step without the time in which it waited for others.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from model_check.diagnose.evidence import WAIT_PHASES, Evidence, RankEvidence, frame_of
+from model_check.diagnose.findings import make_finding
+from model_check.diagnose.frames import Frame
+from model_check.rundir import Finding
+from model_check.rundir.ring import Crumb
+
+STRAGGLER_RATIO = 1.5
+STRAGGLER_STEPS = 5
+STRAGGLER_SHARE = 0.2
+DATA_BOUND_SHARE = 0.5
+DATA_BOUND_STEPS = 10
+OVERSUBSCRIBED = 3.0
+LEAK_SAMPLES = 8
+LEAK_SECONDS = 8.0
+LEAK_SHARE = 0.1
+_GIB = 1 << 30
+_OWN_PHASES = ("data", "forward", "backward", "optimizer", "save", "eval", "load")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step of one rank, in seconds: the whole, the part spent waiting for others, and each phase's own time."""
+
+    step: int
+    whole: float
+    waited: float
+    phases: Mapping[str, float]
+
+    @property
+    def own(self) -> float:
+        return max(0.0, self.whole - self.waited)
+
+
+def slow_findings(evidence: Evidence) -> list[Finding]:
+    times = {rank.rank: step_times(rank) for rank in evidence.ranks.values()}
+    times = {rank: steps for rank, steps in times.items() if len(steps) >= STRAGGLER_STEPS}
+    found = [_straggler(evidence, times), _data_bound(evidence, times), _oversubscribed(evidence), *_leaks(evidence)]
+    return [finding for finding in found if finding is not None]
+
+
+def step_times(rank: RankEvidence, newest: int = 40) -> list[StepTimes]:
+    """The newest whole steps of a rank, oldest first."""
+    marks = [i for i, c in enumerate(rank.crumbs) if c.event == "point" and c.phase == "step"][-(newest + 1) :]
+    begins: dict[int, Crumb] = {}
+    steps = []
+    for first, last in zip(marks, marks[1:], strict=False):
+        waited, phases, wait_depth = 0.0, Counter[str](), 0
+        for crumb in rank.crumbs[first : last + 1]:
+            if crumb.thread != rank.main_thread:
+                continue
+            if crumb.event == "begin":
+                begins[crumb.seq] = crumb
+                wait_depth += crumb.phase in WAIT_PHASES
+            elif crumb.event == "end" and (begin := begins.pop(crumb.span, None)) is not None:
+                seconds = (crumb.time_ns - begin.time_ns) / 1e9
+                if begin.phase in WAIT_PHASES:
+                    wait_depth -= 1
+                    waited += seconds if wait_depth == 0 else 0.0
+                elif begin.phase in _OWN_PHASES:
+                    phases[begin.phase] += seconds  # type: ignore[assignment]
+        whole = (rank.crumbs[last].time_ns - rank.crumbs[first].time_ns) / 1e9
+        # DDP's gradient reduction runs inside backward: what backward takes beyond the fastest rank is waiting.
+        steps.append(StepTimes(rank.crumbs[first].step + 1, whole, waited, dict(phases)))
+    return steps
+
+
+def _median_own(steps: list[StepTimes], backward_floor: float) -> float:
+    return statistics.median(max(0.0, s.own - max(0.0, s.phases.get("backward", 0.0) - backward_floor)) for s in steps)
+
+
+def _median_phase(steps: list[StepTimes], phase: str) -> float:
+    return statistics.median(s.phases.get(phase, 0.0) for s in steps)
+
+
+def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
+    if len(times) < 2:
+        return None
+    newest = {rank: steps[-20:] for rank, steps in times.items()}
+    # The rank whose backward is shortest is the one that nobody kept waiting in it.
+    floor = min(_median_phase(steps, "backward") for steps in newest.values())
+    own = {rank: _median_own(steps, floor) for rank, steps in newest.items()}
+    slowest = max(own, key=lambda rank: own[rank])
+    others = statistics.median([value for rank, value in own.items() if rank != slowest])
+    whole = statistics.median(s.whole for s in newest[slowest])
+    gap = own[slowest] - others
+    if others <= 0 or own[slowest] / others < STRAGGLER_RATIO or gap < STRAGGLER_SHARE * whole or gap < 0.002:
+        return None
+    rank = evidence.of(slowest)
+    phase = _guilty_phase(newest, slowest)
+    frame = _hottest(rank, phase) or _phase_frame(rank, phase)
+    ratio = own[slowest] / others
+    return make_finding(
+        "MC701",
+        f"rank {slowest} is a straggler: its own work takes {ratio:.1f} times as long as its peers'",
+        ranks=[slowest],
+        victims=[r for r in times if r != slowest],
+        frame=frame,
+        evidence=[
+            f"observed: own time per step (without waiting): rank {slowest} {1e3 * own[slowest]:.1f} ms, peers {1e3 * others:.1f} ms",
+            f"observed: over its last {len(newest[slowest])} steps; the difference lies in phase {phase or 'between phases'}",
+            f"inferred: every step of the job takes {1e3 * gap:.1f} ms longer than it needs to",
+        ],
+        severity="warning",
+        step=rank.step,
+        phase=phase,
+    )
+
+
+def _guilty_phase(newest: Mapping[int, list[StepTimes]], slowest: int) -> str | None:
+    excess = {}
+    for phase in _OWN_PHASES:
+        if phase == "backward":
+            continue
+        others = [_median_phase(steps, phase) for rank, steps in newest.items() if rank != slowest]
+        excess[phase] = _median_phase(newest[slowest], phase) - statistics.median(others)
+    best = max(excess, key=lambda phase: excess[phase])
+    return best if excess[best] > 0.001 else None
+
+
+def _hottest(rank: RankEvidence, phase: str | None) -> Frame | None:
+    """The user's line that sampled stacks showed most often."""
+    frames = [d.main.user_frame for d in rank.rank_stacks() if d.main is not None and d.main.user_frame is not None]
+    counted = Counter((f.file, f.line, f.function) for f in frames if f is not None)
+    if phase is None or not counted:
+        return None
+    (file, line, function), count = counted.most_common(1)[0]
+    return Frame(file, line, function) if count > 1 else None
+
+
+def _phase_frame(rank: RankEvidence, phase: str | None) -> Frame | None:
+    crumb = next((c for c in reversed(rank.crumbs) if c.file and (phase is None or c.phase == phase)), None)
+    return frame_of(crumb) if crumb is not None else None
+
+
+def _data_bound(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
+    shares = {}
+    for rank, steps in times.items():
+        whole = sum(s.whole for s in steps)
+        if len(steps) >= DATA_BOUND_STEPS and whole > 0:
+            shares[rank] = sum(s.phases.get("data", 0.0) for s in steps) / whole
+    if not shares or min(shares.values()) < DATA_BOUND_SHARE:
+        return None
+    first = min(shares)
+    rank = evidence.of(first)
+    return make_finding(
+        "MC702",
+        f"the data loader takes {100 * statistics.median(shares.values()):.0f} % of every step",
+        ranks=sorted(shares),
+        frame=_hottest(rank, "data") or _phase_frame(rank, "data"),
+        evidence=[f"observed: share of the step in the loader: " + "; ".join(f"rank {r} {100 * v:.0f} %" for r, v in sorted(shares.items())[:8])],
+        severity="warning",
+        step=rank.step,
+        phase="data",
+    )
+
+
+def _oversubscribed(evidence: Evidence) -> Finding | None:
+    cores = evidence.cores or (os.cpu_count() if evidence.live else None)
+    if not cores:
+        return None
+    live = [r for r in evidence.ranks.values() if r.samples and r.step is not None and r.step > 0]
+    compute_threads = {r.rank: int(r.header["torch_threads"]) for r in live if isinstance(r.header.get("torch_threads"), int)}
+    threads = compute_threads or {r.rank: r.samples[-1].threads for r in live}
+    limit = OVERSUBSCRIBED if compute_threads else 4 * OVERSUBSCRIBED
+    total = sum(threads.values())
+    if len(threads) < 2 or total < limit * cores:
+        return None
+    # Threads alone harm nobody: they must be wanting the processors.
+    used = sum(_recent_cpu(r) for r in live)
+    if used < 0.8 * cores:
+        return None
+    return make_finding(
+        "MC704",
+        f"{len(threads)} ranks with {total} threads compete for {cores} cores",
+        ranks=sorted(threads),
+        frame=_phase_frame(evidence.of(min(threads)), "forward"),
+        evidence=[
+            f"observed: threads per rank: {'; '.join(f'rank {r} {n}' for r, n in sorted(threads.items())[:8])}",
+            f"observed: the ranks use {used:.1f} of {cores} cores",
+        ],
+        fix=[f"set OMP_NUM_THREADS={max(1, cores // max(1, len(threads)))} for this many ranks on {cores} cores"],
+        severity="warning",
+        phase="forward",
+    )
+
+
+def _recent_cpu(rank: RankEvidence) -> float:
+    samples = rank.samples[-5:]
+    seconds = samples[-1].t - samples[0].t
+    return (samples[-1].cpu_s - samples[0].cpu_s) / seconds if seconds > 0 else 0.0
+
+
+def _leaks(evidence: Evidence) -> list[Finding]:
+    found = []
+    for rank in evidence.ranks.values():
+        finding = _leak(evidence, rank)
+        if finding is not None:
+            found.append(finding)
+    return found
+
+
+def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
+    """Resident memory that climbs over the whole second half of what was seen, while steps go on."""
+    if not rank.step_times:
+        return None
+    warm = rank.step_times[0] + 2.0
+    points = [(s.t, float(s.rss)) for s in rank.samples if s.rss and s.t >= warm]
+    if len(points) < LEAK_SAMPLES or points[-1][0] - points[0][0] < LEAK_SECONDS:
+        return None
+    slope, _ = statistics.linear_regression([t for t, _ in points], [rss for _, rss in points])
+    grown = points[-1][1] - points[0][1]
+    rises = sum(b[1] >= a[1] for a, b in zip(points, points[1:], strict=False)) / (len(points) - 1)
+    second_half = points[len(points) // 2 :]
+    late = second_half[-1][1] - second_half[0][1]
+    if slope <= 0 or grown < LEAK_SHARE * points[0][1] or rises < 0.9 or late < 0.3 * grown:
+        return None
+    forecast = _forecast(slope, points[-1][1], rank)
+    return make_finding(
+        "MC705",
+        f"the memory of rank {rank.rank} grows by {slope * 3600 / _GIB:.2f} GiB an hour",
+        ranks=[rank.rank],
+        frame=_phase_frame(rank, "forward"),
+        evidence=[
+            f"observed: resident memory rose from {points[0][1] / _GIB:.2f} to {points[-1][1] / _GIB:.2f} GiB in {points[-1][0] - points[0][0]:.0f} s of training",
+            forecast,
+        ],
+        severity="warning",
+        step=rank.step,
+    )
+
+
+def _forecast(slope: float, now: float, rank: RankEvidence) -> str:
+    limit = rank.header.get("memory_limit_bytes")
+    if isinstance(limit, int) and limit > now:
+        return f"inferred: at this rate it reaches its limit of {limit / _GIB:.1f} GiB in {(limit - now) / slope / 60:.0f} minutes"
+    return f"inferred: at this rate it doubles in {now / slope / 60:.0f} minutes"

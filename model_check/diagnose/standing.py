@@ -1,0 +1,182 @@
+"""What a rank that holds others up is doing: its phase, its stacks and /proc together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from model_check.diagnose import frames
+from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, StackDump
+from model_check.diagnose.frames import Frame, ThreadStack
+from model_check.diagnose.source import enclosing_loop
+
+BUSY_SHARE = 0.5
+_POLLING_SHARE = 0.002
+_WRITE_CALLS = frozenset({"write", "pwrite64", "writev", "open", "openat", "fsync", "fdatasync", "flock", "fcntl"})
+_WRITE_CHANNELS = ("pipe_w", "fifo", "wait_for_partner", "nfs", "rpc_wait", "jbd2", "balance_dirty", "sync")
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/code.py")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One rank that does not move, seen from all sides."""
+
+    evidence: Evidence
+    rank: RankEvidence
+
+    @property
+    def phase(self) -> str:
+        return self.rank.innermost.phase if self.rank.innermost is not None else "none"
+
+    @cached_property
+    def dumps(self) -> list[StackDump]:
+        """Stacks of the rank's own process taken since it last made progress."""
+        since = self.rank.last_progress_t or 0.0
+        return [dump for dump in self.rank.rank_stacks() if dump.t >= since]
+
+    @cached_property
+    def main(self) -> ThreadStack | None:
+        return next((dump.main for dump in reversed(self.dumps) if dump.main is not None), None)
+
+    @cached_property
+    def sample(self) -> ProcSample | None:
+        return self.rank.samples[-1] if self.rank.samples else None
+
+    @cached_property
+    def state(self) -> str:
+        return self.sample.state if self.sample is not None else ""
+
+    @cached_property
+    def cpu_share(self) -> float | None:
+        """CPU seconds per second of the process since its last progress; None where two samples are missing."""
+        since = self.rank.last_progress_t or 0.0
+        quiet = [s for s in self.rank.samples if s.t >= since]
+        if len(quiet) < 2 or quiet[-1].t - quiet[0].t < 0.3:
+            return None
+        return (quiet[-1].cpu_s - quiet[0].cpu_s) / (quiet[-1].t - quiet[0].t)
+
+    @property
+    def busy(self) -> bool:
+        if self.cpu_share is None:
+            return self.state == "R"
+        return self.cpu_share >= BUSY_SHARE
+
+    @cached_property
+    def frame(self) -> Frame | None:
+        """The user's line, from the newest stack, else from the breadcrumbs."""
+        if self.main is not None and self.main.user_frame is not None:
+            return self.main.user_frame
+        return self.rank.last_site()
+
+    @property
+    def stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+    @property
+    def waits_for_input(self) -> bool:
+        if self.phase == "input" or self.in_debugger:
+            return True
+        reads_stdin = self.sample is not None and self.sample.syscall == "read" and (
+            self.sample.syscall_target != "" and self.sample.syscall_target == self.sample.stdin
+        )
+        return reads_stdin or (self.main is not None and not self.busy and frames.reads_input(self.main))
+
+    @property
+    def in_debugger(self) -> bool:
+        return self.main is not None and any(f.file.endswith(_DEBUGGERS) for f in self.main.frames)
+
+    @property
+    def in_loader(self) -> bool:
+        if self.phase == "data":
+            return True
+        return self.main is not None and frames.in_loader(self.main)
+
+    @property
+    def network(self) -> str | None:
+        """The hub, tracker or network library it is inside of."""
+        if self.phase in ("hub", "tracker"):
+            return {"hub": "the hub", "tracker": "the experiment tracker"}[self.phase]
+        return frames.network_package(self.main) if self.main is not None else None
+
+    @cached_property
+    def gil_holder(self) -> ThreadStack | None:
+        """A thread that held the interpreter lock at the same line in two rounds, outside any Python loop."""
+        rounds = [next((t for t in dump.threads if t.gil), None) for dump in self.dumps[-2:]]
+        if len(rounds) < 2 or rounds[0] is None or rounds[1] is None:
+            return None
+        first, second = rounds[0].innermost, rounds[1].innermost
+        if first is None or second is None or first != second:
+            return None
+        if self.busy and second.is_user_code and self._spins_at(second):
+            return None
+        return rounds[1]
+
+    @cached_property
+    def lock_waiters(self) -> list[ThreadStack]:
+        """Threads that wait for a lock, the main thread first; empty unless the main thread is one of them."""
+        if self.main is None or not frames.waits_for_lock(self.main):
+            return []
+        dump = self.dumps[-1]
+        others = [t for t in dump.threads if t is not dump.main and t.user_frame is not None and frames.waits_for_lock(t)]
+        return [self.main, *others]
+
+    @property
+    def write_is_stuck(self) -> bool:
+        """It writes or opens for writing, uses no CPU, moves no bytes, and the kernel has it wait for just that."""
+        writing = self.phase == "save" or (self.main is not None and frames.writes_file(self.main))
+        if self.sample is None or not writing or self.busy or self._moves_bytes():
+            return False
+        blocked = self.state == "D" or self.sample.syscall in _WRITE_CALLS
+        return blocked or any(name in self.sample.wchan for name in _WRITE_CHANNELS)
+
+    def _moves_bytes(self) -> bool:
+        since = self.rank.last_progress_t or 0.0
+        quiet = [s.io_bytes for s in self.rank.samples if s.t >= since]
+        return len(quiet) > 1 and quiet[-1] - quiet[0] > 1 << 20
+
+    @property
+    def spinning(self) -> Frame | None:
+        """The user's line inside a loop that never touched the black box, while the process uses CPU."""
+        if self.main is None or self.phase in ("compile", "save", "load"):
+            return None
+        frame = self.main.user_frame
+        if frame is None:
+            return None
+        in_loop = self._spins_at(frame)
+        direct = self.main.innermost is frame
+        if self.busy and (in_loop or (direct and self._same_function_twice())):
+            return frame
+        polls = self.cpu_share is not None and self.cpu_share >= _POLLING_SHARE
+        return frame if in_loop and polls and self._same_function_twice() else None
+
+    def _same_function_twice(self) -> bool:
+        mains = [dump.main for dump in self.dumps[-2:] if dump.main is not None]
+        seen = {(f.file, f.function) for main in mains if (f := main.user_frame) is not None}
+        return len(mains) == 2 and len(seen) == 1
+
+    def _spins_at(self, frame: Frame) -> bool:
+        """In a loop of its own function that contains no recorded call: a training loop contains many."""
+        loop = enclosing_loop(frame.file, frame.line)
+        if loop is None:
+            return False
+        return not any(c.file == frame.file and loop[0] <= c.line <= loop[1] for c in self.rank.crumbs)
+
+    def worker_dumps(self) -> Iterator[StackDump]:
+        since = self.rank.last_progress_t or 0.0
+        newest: dict[int, StackDump] = {}
+        for dump in self.rank.stacks:
+            if dump.process != "rank" and dump.threads and dump.t >= since:
+                newest[dump.pid] = dump
+        yield from newest.values()
+
+    @cached_property
+    def dead_workers(self) -> list[int]:
+        """Loader workers that were started and are no longer among the rank's living children."""
+        if self.sample is None:
+            return []
+        alive = {int(c.get("pid") or 0) for c in self.sample.children if c.get("state") not in ("Z", "X")}
+        known = [int(e.get("worker_pid") or 0) for e in self.rank.happened("loader_worker")]
+        seen_alive = {int(c.get("pid") or 0) for s in self.rank.samples for c in s.children}
+        dead_children = {int(c.get("pid") or 0) for c in self.sample.children if c.get("state") in ("Z", "X")}
+        return [pid for pid in known if pid not in alive and (pid in seen_alive or pid in dead_children)]

@@ -1,0 +1,164 @@
+"""Rules on how a job starts: MC101, MC105, MC106, MC108, MC109. Warnings: the job may well run, just not well."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+
+from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
+from model_check.diagnose.findings import make_finding
+from model_check.diagnose.frames import Frame
+from model_check.rundir import Finding
+from model_check.rundir.ring import Crumb
+
+IMPORT_STORM_S = 5.0
+IMPORT_STORM_RANKS = 3
+_CODE_KEYS = ("script_sha256", "config_hash", "config_sha256", "argv_hash", "arguments", "argv")
+_IDENTITY_KEYS = frozenset({"t", "event", "kind", "time", "monotonic", "rank", "pid", "host", "local_rank"})
+
+
+def start_findings(evidence: Evidence) -> list[Finding]:
+    found = [*_differences(evidence), _import_storm(evidence)]
+    found.append(_everywhere(evidence, "hub", "MC108", "downloads from the hub on every rank"))
+    found.append(_everywhere(evidence, "tracker", "MC109", "starts the experiment tracker on every rank"))
+    return [finding for finding in found if finding is not None]
+
+
+def _identity(rank: RankEvidence) -> dict[str, str]:
+    """What the rank said about its versions and its configuration, flat."""
+    facts: dict[str, str] = {}
+    for record in rank.events:
+        if record.get("event") in ("versions", "config_hash"):
+            for key, value in record.items():
+                if isinstance(value, dict):
+                    facts.update({str(k): str(v) for k, v in value.items()})
+                elif key not in _IDENTITY_KEYS:
+                    facts[key] = str(value)
+    return facts
+
+
+def _differences(evidence: Evidence) -> list[Finding]:
+    identities = {rank.rank: _identity(rank) for rank in evidence.ranks.values()}
+    identities = {rank: facts for rank, facts in identities.items() if facts}
+    if len(identities) < 2:
+        return []
+    version_lines, code_lines = [], []
+    odd_version: set[int] = set()
+    odd_code: set[int] = set()
+    for key in sorted({key for facts in identities.values() for key in facts}):
+        values = {rank: facts[key] for rank, facts in identities.items() if key in facts}
+        if len(set(values.values())) < 2:
+            continue
+        common = Counter(values.values()).most_common(1)[0][0]
+        odd = {rank for rank, value in values.items() if value != common}
+        said = "; ".join(f"rank {rank}: {value[:120]}" for rank, value in sorted(values.items())[:8])
+        if key in _CODE_KEYS:
+            code_lines.append(f"observed: {key} differs: {said}")
+            odd_code |= odd
+        else:
+            version_lines.append(f"observed: {key} differs: {said}")
+            odd_version |= odd
+    found = []
+    if version_lines:
+        title = f"{ranks_text(odd_version)} runs other versions than the rest"
+        found.append(_differs(evidence, "MC105", title, odd_version, version_lines))
+    if code_lines:
+        title = f"{ranks_text(odd_code)} runs other code or another configuration than the rest"
+        found.append(_differs(evidence, "MC106", title, odd_code, code_lines))
+    return found
+
+
+def _differs(evidence: Evidence, code: str, title: str, odd: Iterable[int], lines: list[str]) -> Finding:
+    ranks = sorted(odd)
+    return make_finding(
+        code,
+        title,
+        ranks=ranks,
+        frame=_init_frame(evidence.of(ranks[0])),
+        evidence=lines,
+        certainty="observed",
+        severity="warning",
+        phase="init",
+        began=_joined_at(evidence.of(ranks[0])),
+        now=evidence.now,
+    )
+
+
+def _init_crumb(rank: RankEvidence) -> Crumb | None:
+    return next((c for c in rank.crumbs if c.phase == "init"), None)
+
+
+def _init_frame(rank: RankEvidence) -> Frame | None:
+    crumb = _init_crumb(rank)
+    return frame_of(crumb) if crumb is not None and crumb.file else None
+
+
+def _joined_at(rank: RankEvidence) -> float | None:
+    crumb = _init_crumb(rank)
+    return crumb.time_ns / 1e9 if crumb is not None else None
+
+
+def _spans(rank: RankEvidence, phase: str, until: float) -> list[tuple[float, float, Crumb]]:
+    """Begin, end and record of each outermost span of a phase; an open one lasts until now."""
+    ends = {c.span: c.time_ns / 1e9 for c in rank.crumbs if c.event == "end"}
+    spans: list[tuple[float, float, Crumb]] = []
+    for crumb in rank.crumbs:
+        if crumb.event != "begin" or crumb.phase != phase:
+            continue
+        begin, end = crumb.time_ns / 1e9, ends.get(crumb.seq, until)
+        if not spans or begin >= spans[-1][1]:
+            spans.append((begin, end, crumb))
+    return spans
+
+
+def _import_storm(evidence: Evidence) -> Finding | None:
+    spans = {rank.rank: _spans(rank, "import", evidence.now) for rank in evidence.ranks.values()}
+    spans = {rank: found for rank, found in spans.items() if found}
+    cores = evidence.cores or (os.cpu_count() if evidence.live else None) or 1
+    if len(spans) < IMPORT_STORM_RANKS or len(spans) <= cores:
+        return None
+    took = {rank: sum(end - begin for begin, end, _ in found) for rank, found in spans.items()}
+    latest_begin = max(found[0][0] for found in spans.values())
+    earliest_end = min(found[-1][1] for found in spans.values())
+    if statistics.median(took.values()) < IMPORT_STORM_S or latest_begin >= earliest_end:
+        return None
+    slowest = max(took, key=lambda rank: took[rank])
+    longest = max(spans[slowest], key=lambda span: span[1] - span[0])[2]
+    return make_finding(
+        "MC101",
+        f"{len(spans)} ranks import the same packages at the same time on {cores} cores",
+        ranks=sorted(spans),
+        frame=frame_of(longest) if longest.file else None,
+        evidence=[
+            f"observed: imports took {min(took.values()):.1f} to {max(took.values()):.1f} s per rank, all at once",
+            f"observed: the longest one is {longest.detail or 'an import'} on rank {slowest}",
+        ],
+        severity="warning",
+        phase="import",
+        began=latest_begin,
+        now=evidence.now,
+    )
+
+
+def _everywhere(evidence: Evidence, phase: str, code: str, what: str) -> Finding | None:
+    """Something that one rank should do for all is done by all of them."""
+    spans = {rank.rank: _spans(rank, phase, evidence.now) for rank in evidence.ranks.values()}
+    spans = {rank: found for rank, found in spans.items() if found}
+    if evidence.world_size < 2 or len(spans) < evidence.world_size:
+        return None
+    sites = {found[0][2].site for found in spans.values()}
+    first = spans[min(spans)][0][2]
+    return make_finding(
+        code,
+        f"the script {what}",
+        ranks=sorted(spans),
+        frame=frame_of(first) if first.file else None,
+        evidence=[f"observed: {len(spans)} of {evidence.world_size} ranks did so, at {', '.join(sorted(sites)) or '?'}"],
+        severity="warning",
+        phase=phase,
+        began=max(found[0][0] for found in spans.values()),
+        now=evidence.now,
+    )

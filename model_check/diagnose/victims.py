@@ -1,0 +1,40 @@
+"""Texts of errors that only say that another rank is gone. Whoever has one is a victim, never the cause."""
+
+from __future__ import annotations
+
+import re
+
+_LOST_PEER = re.compile(
+    r"""connection\ (was\ )?(closed|reset|refused|aborted)
+    | closed\ by\ (the\ )?(remote\ )?(peer|host)
+    | broken\ pipe
+    | gloo/transport | gloo\ .{0,40}(timed\ out|failed)
+    | application\ timeout\ caused\ pair\ closure
+    | socket\ (closed|timeout|error)
+    | ncclRemoteError | remote\ process\ (has\ )?exited
+    | NCCL\ (communicator|comm)\ .{0,30}abort
+    | ncclInternalError .{0,200} (proxy|socket|connection)
+    | collective\ operation\ timeout | watchdog\ (caught|collective)
+    | timed\ out\ waiting\ .{0,80}\ (recv|send)
+    | heartbeat\ .{0,60}(timed\ out|timeout|lost|stuck)
+    | connectFullMesh\ failed
+    | failed\ to\ recv,\ got\ 0\ bytes | recvValue\ failed | sendBytes\ failed
+    | Monitored\ barrier | monitoredBarrier
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+_LOST_STORE = re.compile(
+    r"TCPStore|DistNetworkError|DistStoreError|store->|c10d::.*store|failed to recv, got 0 bytes|recvValue failed|"
+    r"wait timeout after|keys? .* timed out|client socket has (failed|timed out)",
+    re.IGNORECASE,
+)
+
+
+def is_store_loss(text: str) -> bool:
+    """The error is about the store through which ranks find each other."""
+    return _LOST_STORE.search(text) is not None
+
+
+def is_lost_peer(text: str) -> bool:
+    """The error says only that another rank, or the store, went away."""
+    return _LOST_PEER.search(text) is not None or is_store_loss(text)

@@ -1,0 +1,167 @@
+"""The loop: a generator that yields one StepInfo a step.
+
+On a GPU the host runs one step ahead: the numbers of a step are read while the next one computes, so reading them
+never makes the GPU wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from model_check.engine.step import StepTensors, TrainStep
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """One finished step, as metrics.jsonl has it (`eta_s` and `stop` are for those who run the job)."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    mfu: float | None
+    step_s: float
+    data_wait_s: float
+    memory_gib: float
+    tokens: int
+    skipped: bool
+    eta_s: float
+    stop: bool
+    val_loss: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        fields = dict(self.__dict__)
+        for internal in ("eta_s", "stop"):
+            del fields[internal]
+        if fields["val_loss"] is None:
+            del fields["val_loss"]
+        return fields
+
+
+@dataclass
+class _Issued:
+    """A step whose work has been handed to the device and whose numbers are on their way."""
+
+    step: int
+    rate: float
+    data_wait_s: float
+    host: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """Where the loop starts and ends, and the constants its metrics need."""
+
+    first_step: int
+    max_steps: int
+    accumulation: int
+    tokens_per_step: int  # over all ranks
+    tokens_before: int = 0
+    flops_per_token: float = 0.0
+    peak_flops: float | None = None  # of all ranks together
+
+
+def _issue(step: int, rate: float, data_wait_s: float, tensors: StepTensors) -> _Issued:
+    packed = tensors.packed
+    if packed.device.type != "cuda":
+        return _Issued(step, rate, data_wait_s, packed, None)
+    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return _Issued(step, rate, data_wait_s, host, arrived)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak of the device's allocator; on the CPU what the process has resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return psutil.Process().memory_info().rss / 2**30
+
+
+class Loop:
+    """Iterating trains. `stop_requested` is polled before every step; all ranks stop after the same step."""
+
+    def __init__(
+        self,
+        plan: LoopPlan,
+        train_step: TrainStep,
+        batches: Iterator[Any],
+        rate_of: Callable[[int], float],
+        *,
+        stop_requested: Callable[[], bool] = lambda: False,
+        needs_result: Callable[[int], bool] = lambda step: False,
+        evaluate: Callable[[int], float | None] = lambda step: None,
+    ) -> None:
+        self.plan = plan
+        self._train_step = train_step
+        self._batches = batches
+        self._rate_of = rate_of
+        self._stop_requested = stop_requested
+        self._needs_result = needs_result
+        self._evaluate = evaluate
+        self._started = self._last_finish = 0.0
+
+    def __iter__(self) -> Iterator[StepInfo]:
+        runs_ahead = self._train_step.place.device.type == "cuda"
+        pending: _Issued | None = None
+        self._started = self._last_finish = time.perf_counter()
+        for step in range(self.plan.first_step, self.plan.max_steps):
+            previous, pending = pending, self._begin(step)
+            if previous is not None:
+                info = self._finish(previous)
+                yield info
+                if info.stop:
+                    break
+            if not runs_ahead or self._needs_result(step):
+                info, pending = self._finish(pending), None
+                val_loss = self._evaluate(step)
+                yield info if val_loss is None else replace(info, val_loss=val_loss)
+                # Evaluating, saving and whatever the consumer did belong to no step.
+                self._last_finish = time.perf_counter()
+                if info.stop:
+                    break
+        if pending is not None:
+            yield self._finish(pending)
+
+    def _begin(self, step: int) -> _Issued:
+        before = time.perf_counter()
+        micro_batches = [next(self._batches) for _ in range(self.plan.accumulation)]
+        data_wait_s = time.perf_counter() - before
+        rate = self._rate_of(step)
+        tensors = self._train_step(micro_batches, rate, stop_requested=self._stop_requested())
+        return _issue(step, rate, data_wait_s, tensors)
+
+    def _finish(self, issued: _Issued) -> StepInfo:
+        if issued.arrived is not None:
+            issued.arrived.synchronize()
+        loss, norm, skipped, stop = issued.host.tolist()
+        now = time.perf_counter()
+        step_s, self._last_finish = now - self._last_finish, now
+        done = issued.step + 1 - self.plan.first_step
+        # The first step compiles and warms up; it says nothing about the ones to come.
+        pace = (now - self._started) / done if done < 3 else step_s
+        tokens_per_s = self.plan.tokens_per_step / step_s
+        return StepInfo(
+            step=issued.step,
+            loss=loss,
+            lr=issued.rate,
+            grad_norm=norm,
+            tokens_per_s=tokens_per_s,
+            mfu=tokens_per_s * self.plan.flops_per_token / self.plan.peak_flops if self.plan.peak_flops else None,
+            step_s=step_s,
+            data_wait_s=issued.data_wait_s,
+            memory_gib=memory_gib(self._train_step.place.device),
+            tokens=self.plan.tokens_before + done * self.plan.tokens_per_step,
+            skipped=bool(skipped),
+            eta_s=pace * (self.plan.max_steps - issued.step - 1),
+            stop=stop > 0,
+        )

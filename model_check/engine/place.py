@@ -1,0 +1,44 @@
+"""Where a rank stands in the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank: its number among the others and the device it owns."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    label: str = "CPU0"
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def join(place: Place, *, backend: str | None, timeout_s: float) -> None:
+    """Joins the job's default process group (address and port from the environment). A lone rank needs none."""
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    if place.world_size == 1 or dist.is_initialized():
+        return
+    dist.init_process_group(
+        backend or ("nccl" if place.device.type == "cuda" else "gloo"),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=place.device if place.device.type == "cuda" and backend != "gloo" else None,
+    )
+
+
+def leave() -> None:
+    """Leaves the process group after a run that went well. An error path must not call this: it communicates."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

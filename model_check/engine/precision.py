@@ -1,0 +1,66 @@
+"""Number formats: what parameters are stored in, what products run in, and how fp16 losses are scaled.
+
+    bf16 on a GPU   parameters bf16, with the low half of an fp32 master beside them (see split_adamw)
+    bf16 on a CPU   parameters fp32, products bf16 through autocast
+    fp16            parameters fp32, products fp16 through autocast, the loss scaled
+    fp32            fp32 throughout
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+INITIAL_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How one run computes."""
+
+    name: str
+    parameter_dtype: torch.dtype
+    autocast_dtype: torch.dtype | None
+    device_type: str
+
+    @classmethod
+    def choose(cls, name: str, device: torch.device) -> Precision:
+        kind = device.type
+        if name == "bf16" and kind == "cuda":
+            return cls(name, torch.bfloat16, None, kind)
+        if name in ("bf16", "fp16"):
+            return cls(name, torch.float32, torch.bfloat16 if name == "bf16" else torch.float16, kind)
+        return cls(name, torch.float32, None, kind)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, dtype=self.autocast_dtype)
+
+
+class LossScale:
+    """Dynamic loss scaling that lives on the device: finding an overflow costs no host synchronisation."""
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = torch.tensor(INITIAL_SCALE if enabled else 1.0, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.scale.to(loss.dtype) if self.enabled else loss
+
+    def update(self, overflowed: torch.Tensor) -> None:
+        """Halves the scale after an overflow, doubles it after GROWTH_INTERVAL good steps."""
+        if self.enabled:
+            torch._amp_update_scale_(self.scale, self._good_steps, overflowed, 2.0, 0.5, GROWTH_INTERVAL)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale.item(), "good_steps": self._good_steps.item()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale.fill_(state["scale"])
+        self._good_steps.fill_(int(state["good_steps"]))

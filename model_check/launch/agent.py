@@ -1,0 +1,254 @@
+"""The torchelastic agent: rendezvous, rank numbers and restarts are torch's; processes and exits are ours.
+
+torch's own agent runs a function entry point through torch.multiprocessing, which names the wrong rank as the cause of
+a failure and leaves ranks behind when it is killed. This one starts ranks through the nursery instead.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from model_check.launch.console import Console
+from model_check.launch.context import RankContext
+from model_check.launch.failures import FailedRank, RankExit, first_failure, read_error, weigh
+from model_check.launch.group import RankGroup
+from model_check.launch.journal import Journal
+from model_check.launch.logfiles import LogDir
+from model_check.launch.nursery import Nursery, StartRank
+from model_check.launch.signals import StopRequest
+from model_check.rundir import RunDir
+
+POLL_S = 0.1
+# A victim can be seen before the rank that caused it, whose exit may take a moment longer.
+_CULPRIT_PATIENCE_S = 0.5
+
+
+@dataclass(frozen=True)
+class JobView:
+    """What a hook may know of the running job; what it finds out goes into the journal."""
+
+    run_dir: RunDir
+    attempt: int
+    pids: dict[int, int]
+    running: tuple[int, ...]
+    started_at: float
+    journal: Journal
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """A hook's answer: end the job now, for this reason, with this exit code."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What others add to the supervision. `on_poll` comes ten times a second while ranks run, so it must be quick."""
+
+    on_start: Callable[[JobView], None] | None = None
+    on_poll: Callable[[JobView], EndJob | None] | None = None
+    on_exit: Callable[[RankExit], None] | None = None
+
+
+@dataclass(frozen=True)
+class Graces:
+    """Seconds between SIGTERM and SIGKILL: after a request to stop (ranks may save), and after a rank's failure."""
+
+    stop_s: float = 10.0
+    failure_s: float = 1.0
+
+
+class JobStopped(Exception):
+    """All ranks are gone because somebody asked for it."""
+
+
+class JobEnded(Exception):
+    """All ranks are gone because a hook decided it."""
+
+    def __init__(self, order: EndJob) -> None:
+        super().__init__(order.reason)
+        self.order = order
+
+
+@dataclass
+class Outcome:
+    """What the agent learnt, for whoever runs it."""
+
+    exits: list[RankExit] = field(default_factory=list)
+    failure: FailedRank | None = None
+
+
+class RankAgent(SimpleElasticAgent):
+    """Runs one host's ranks. `describe_rank` gives a rank its context and environment on top of torch's variables."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        nursery: Nursery,
+        journal: Journal,
+        logs: LogDir,
+        run_dir: RunDir,
+        describe_rank: Callable[[Worker, WorkerGroup, int], tuple[RankContext, dict[str, str]]],
+        stop: StopRequest,
+        graces: Graces,
+        hooks: Hooks,
+        console: Console,
+    ) -> None:
+        super().__init__(spec)
+        self._nursery = nursery
+        self._journal = journal
+        self._logs = logs
+        self._run_dir = run_dir
+        self._describe_rank = describe_rank
+        self._stop = stop
+        self._graces = graces
+        self._hooks = hooks
+        self._console = console
+        self._ranks: RankGroup | None = None
+        self._started_at = 0.0
+        self.labels: dict[int, str] = {}
+        self.outcome = Outcome()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._stop.disarm()
+        super()._rendezvous(worker_group)
+        self._stop.arm()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        attempt = spec.max_restarts - self._remaining_restarts
+        if attempt:
+            self._journal.write("restart", attempt=attempt, max_restarts=spec.max_restarts)
+            self._console.say(f"restarting all ranks, attempt {attempt} of {spec.max_restarts}")
+        requests: list[StartRank] = []
+        for worker in worker_group.workers:
+            context, env = self._describe_rank(worker, worker_group, attempt)
+            self.labels[context.rank] = context.label
+            log = self._logs.rank(context.rank)
+            self._console.follow(context.label, log)
+            error_file = self._logs.error_file(context.rank, attempt)
+            env = {
+                **_torch_variables(worker, worker_group, attempt),
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
+                **env,
+            }
+            requests.append(StartRank(context, env, log))
+        self._started_at = time.monotonic()
+        self._ranks = RankGroup(self._nursery, self._journal, requests, self._hooks.on_exit)
+        self._ranks.start()
+        if self._hooks.on_start is not None:
+            self._hooks.on_start(self._view(self._ranks))
+        return {worker.local_rank: self._ranks.pids[worker.global_rank] for worker in worker_group.workers}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ranks = self._ranks
+        assert ranks is not None, "torchelastic monitors workers only after it has started them"
+        ranks.wait(POLL_S)
+        self.outcome = Outcome(exits=ranks.exits)
+        if self._stop.number is not None:
+            self._end_on_request(ranks)
+        if any(exit.failed for exit in ranks.exits):
+            return self._end_on_failure(ranks, worker_group)
+        if not ranks.running:
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.pids))
+        order = self._hooks.on_poll(self._view(ranks)) if self._hooks.on_poll is not None else None
+        if order is not None:
+            self._journal.write("ended_by_hook", reason=order.reason)
+            ranks.end(self._graces.failure_s)
+            raise JobEnded(order)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _end_on_request(self, ranks: RankGroup) -> None:
+        name = signal.Signals(self._stop.number or signal.SIGTERM).name
+        self._journal.write("stop_requested", signal=name)
+        self._console.say(f"{name}: the ranks have {self._graces.stop_s:g} s to save and stop")
+        ranks.end(self._graces.stop_s, hurry=lambda: self._stop.urgent)
+        raise JobStopped
+
+    def _end_on_failure(self, ranks: RankGroup, worker_group: WorkerGroup) -> RunResult:
+        deadline = time.monotonic() + _CULPRIT_PATIENCE_S
+        while ranks.running and all(f.victim for f in self._failed(ranks)) and time.monotonic() < deadline:
+            ranks.wait(deadline - time.monotonic())
+        ranks.end(self._graces.failure_s)
+        failure = first_failure(self._failed(ranks))
+        assert failure is not None, f"no failed rank among {ranks.exits}"
+        self.outcome = Outcome(exits=ranks.exits, failure=failure)
+        local_rank = next(w.local_rank for w in worker_group.workers if w.global_rank == failure.exit.rank)
+        blamed = ProcessFailure(
+            local_rank=local_rank,
+            pid=failure.exit.pid,
+            exitcode=failure.exit.code if failure.exit.code is not None else -(failure.exit.signal or 0),
+            error_file=str(self._logs.error_file(failure.exit.rank, ranks.attempt)),
+        )
+        return RunResult(WorkerState.FAILED, failures={failure.exit.rank: blamed})
+
+    def _failed(self, ranks: RankGroup) -> list[FailedRank]:
+        return [
+            weigh(
+                exit,
+                read_error(self._run_dir, exit, self._logs.error_file(exit.rank, exit.attempt)),
+                self._logs.rank(exit.rank),
+            )
+            for exit in ranks.exits
+            if exit.failed
+        ]
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        self._shutdown()
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30, is_restart: bool = False
+    ) -> None:
+        if self._ranks is not None and self._ranks.running:
+            self._ranks.end(self._graces.failure_s)
+
+    def _view(self, ranks: RankGroup) -> JobView:
+        return JobView(
+            run_dir=self._run_dir,
+            attempt=ranks.attempt,
+            pids=dict(ranks.pids),
+            running=tuple(ranks.running),
+            started_at=self._started_at,
+            journal=self._journal,
+        )
+
+
+def _torch_variables(worker: Worker, group: WorkerGroup, attempt: int) -> dict[str, str]:
+    """The environment that torchrun gives its workers, which scripts and libraries rely on."""
+    spec = group.spec
+    return {
+        "RANK": str(worker.global_rank),
+        "LOCAL_RANK": str(worker.local_rank),
+        "WORLD_SIZE": str(worker.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "GROUP_RANK": str(group.group_rank),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "ROLE_NAME": spec.role,
+        "ROLE_RANK": str(worker.role_rank),
+        "ROLE_WORLD_SIZE": str(worker.role_world_size),
+        "MASTER_ADDR": str(group.master_addr),
+        "MASTER_PORT": str(group.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }

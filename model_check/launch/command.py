@@ -1,0 +1,198 @@
+"""A job that brings its own launcher (torchrun, accelerate launch, a script that spawns its ranks).
+
+We start the command as it is, with the black box injected, and keep out of its way: its output and its terminal are
+its own. Ranks are found by the rings that appear in the run directory. Exits are noticed by pidfd.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from model_check.errors import UsageError
+from model_check.launch import processes
+from model_check.launch.exits import ExitWatcher, ProcessExit
+from model_check.launch.failures import RankExit
+from model_check.launch.guard import Guard
+from model_check.launch.supervisor import Ending, Supervisor
+from model_check.rundir import RunDir, read_jsonl
+from model_check.rundir.ring import read_header
+
+_PR_SET_CHILD_SUBREAPER = 36
+_TURN_S = 0.1
+_STOP_GRACE_S = 10.0
+_HANG_GRACE_S = 2.0
+_RING_NAME = re.compile(r"rank-(\d+)\.ring$")
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """How the command ended. `interrupted`: by a signal to us."""
+
+    exit_code: int
+    exits: tuple[RankExit, ...]
+    ending: Ending | None
+    interrupted: bool
+
+
+def run_command(argv: Sequence[str], *, run_dir: RunDir, env: dict[str, str], supervisor: Supervisor) -> CommandResult:
+    """Runs the command to its end, watching the ranks it starts. `env` comes on top of our own environment."""
+    with Guard(str(run_dir.root)):
+        # Ranks whose launcher dies become our children, so that we can still end them.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            process = subprocess.Popen(list(argv), env={**os.environ, **env})
+        except OSError as error:
+            raise UsageError(
+                f"{argv[0]} cannot be started: {error.strerror}", remedy="check the command after --"
+            ) from error
+        supervisor.events.write("job_started", command=list(argv), launcher_pid=os.getpid(), command_pid=process.pid)
+        return _CommandJob(process, run_dir, supervisor).run()
+
+
+class _CommandJob:
+    """The loop around one command."""
+
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: RunDir, supervisor: Supervisor) -> None:
+        self._process = process
+        self._run_dir = run_dir
+        self._supervisor = supervisor
+        self._watcher = ExitWatcher()
+        self._rank_of: dict[int, int] = {}
+        self._exits: list[RankExit] = []
+        self._signals: list[int] = []
+        self._signalled_at: float | None = None
+        self._ending: Ending | None = None
+
+    def run(self) -> CommandResult:
+        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, self._on_signal) for number in caught}
+        self._watcher.watch(self._process.pid)
+        try:
+            while self._process.poll() is None:
+                self._watcher.woken.wait(_TURN_S)
+                self._turn()
+            self._turn()
+            self._end_leftovers()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self._watcher.close()
+        code = self._process.returncode
+        return CommandResult(
+            exit_code=self._ending.exit_code if self._ending else code if code >= 0 else 128 - code,
+            exits=tuple(self._exits),
+            ending=self._ending,
+            interrupted=bool(self._signals),
+        )
+
+    def _turn(self) -> None:
+        self._find_ranks()
+        for exit in self._watcher.take():
+            self._note_exit(exit)
+        if self._signals or self._ending:
+            self._press_on()
+            return
+        self._ending = self._supervisor.poll()
+        if self._ending is not None:
+            self._signal_job(signal.SIGTERM, self._ending.reason)
+
+    def _find_ranks(self) -> None:
+        for path in self._run_dir.blackbox_dir.glob("rank-*.ring"):
+            match = _RING_NAME.search(path.name)
+            pid = int(read_header(path).get("pid", 0)) if match else 0
+            if match and pid and pid not in self._rank_of:
+                self._add_rank(int(match[1]), pid, path)
+
+    def _add_rank(self, rank: int, pid: int, path: Path) -> None:
+        self._rank_of[pid] = rank
+        started = read_header(path).get("start_monotonic_ns", 0) / 1e9 or time.monotonic()
+        self._supervisor.rank_started(rank, pid, started)
+        self._supervisor.events.write("rank_started", at=started, rank=rank, pid=pid)
+        if not self._watcher.watch(pid):
+            self._note_exit(ProcessExit(pid, None, None, time.monotonic()))
+
+    def _note_exit(self, exit: ProcessExit) -> None:
+        rank = self._rank_of.get(exit.pid)
+        if rank is None:
+            return
+        code = exit.code
+        if code is None and exit.signal is None:
+            code = self._own_account(rank, exit.pid)
+        noted = RankExit(rank, exit.pid, code, exit.signal, exit.at, attempt=0, signalled_at=self._signalled_at)
+        self._exits.append(noted)
+        self._supervisor.events.write("rank_exited", at=exit.at, rank=rank, pid=exit.pid, code=code, signal=exit.signal)
+        self._supervisor.rank_exited(noted)
+
+    def _own_account(self, rank: int, pid: int) -> int | None:
+        """Old kernels tell only the parent how a process ended; the rank itself wrote its exit down, unless killed."""
+        for record in reversed(read_jsonl(self._run_dir.events(rank)).records):
+            if record.get("event") == "exit" and record.get("pid", pid) == pid and isinstance(record.get("code"), int):
+                return record["code"]
+        return None
+
+    # Ending.
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if self._signalled_at is None:
+            self._signalled_at = time.monotonic()
+            # Ctrl-C reaches every process of the terminal's foreground group, the command included.
+            if not (number == signal.SIGINT and _in_the_foreground()):
+                self._process.send_signal(number)
+
+    def _press_on(self) -> None:
+        """After the grace, or a second signal, everything goes."""
+        grace = _STOP_GRACE_S if self._signals else _HANG_GRACE_S
+        overdue = self._signalled_at is not None and time.monotonic() - self._signalled_at > grace
+        if overdue or len(self._signals) > 1:
+            self._signal_job(signal.SIGKILL, "it did not end in time")
+
+    def _signal_job(self, number: signal.Signals, why: str) -> None:
+        """Ranks first: their launcher would otherwise report the first one that it saw die of our own signal."""
+        if self._signalled_at is None:
+            self._signalled_at = time.monotonic()
+        ranks = {pid: rank for pid, rank in self._rank_of.items() if processes.is_alive(pid)}
+        for pid, rank in ranks.items():
+            self._supervisor.events.write("signal_sent", rank=rank, pid=pid, signal=number.name, why=why)
+        for pid in [*ranks, *processes.descendants_of(self._process.pid), self._process.pid]:
+            _send(pid, number)
+
+    def _end_leftovers(self) -> None:
+        """Ranks that their launcher left behind hold memory and devices for nothing."""
+        for pid, rank in self._rank_of.items():
+            if processes.is_alive(pid):
+                self._supervisor.events.write(
+                    "signal_sent", rank=rank, pid=pid, signal="SIGKILL", why="its launcher is gone"
+                )
+                for child in processes.descendants_of(pid):
+                    _send(child, signal.SIGKILL)
+                _send(pid, signal.SIGKILL)
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it ended meanwhile, which is what we wanted
+
+
+def _in_the_foreground() -> bool:
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

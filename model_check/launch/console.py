@@ -1,0 +1,178 @@
+"""The terminal of a job: every line of every rank, labelled and whole, above a live bar where there is a terminal.
+
+Runs on a thread of its own, so that a reader that stops reading (a pager, a full pipe) never stops the supervision.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from model_check.launch.loglines import clean, clock, labelled
+from model_check.launch.tail import LineTail
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+_LOOK_EVERY_S = 0.05
+_FAREWELL_S = 5.0
+
+
+@dataclass(frozen=True)
+class ConsoleOptions:
+    """How the job shows itself. `live` None: a bar where `stream` is a terminal; `log_copies`: a second home."""
+
+    stream: TextIO | None = None
+    live: bool | None = None
+    log_copies: Path | None = None
+    max_steps: int | None = None
+
+
+class _Screen(Protocol):
+    def line(self, text: str) -> None: ...
+
+    def progress(self, step: int, loss: float | None, tokens_per_s: float | None, eta_s: float | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Pipe:
+    """Plain lines, each written and flushed whole."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def line(self, text: str) -> None:
+        self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding) + "\n")
+        self._stream.flush()
+
+    def progress(self, step: int, loss: float | None, tokens_per_s: float | None, eta_s: float | None) -> None:
+        """A pipe gets no bar: the ranks' own lines say the same."""
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+class _Terminal:
+    """Lines that scroll, and below them one bar that stays."""
+
+    def __init__(self, stream: TextIO, max_steps: int | None) -> None:
+        # Imported here: in a pipe nobody pays for it.
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.text import Text
+
+        self._text = Text
+        self._console = RichConsole(file=stream, highlight=False, markup=False, emoji=False, force_terminal=True)
+        self._progress = Progress(
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}", markup=False),
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+        )
+        self._max_steps = max_steps
+        self._task: TaskID | None = None
+
+    def line(self, text: str) -> None:
+        self._console.print(self._text(text), soft_wrap=True)
+
+    def progress(self, step: int, loss: float | None, tokens_per_s: float | None, eta_s: float | None) -> None:
+        state = " | ".join(
+            part
+            for part in (
+                f"loss {loss:.4f}" if loss is not None else "",
+                f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s is not None else "",
+                f"ETA {clock(eta_s)}",
+            )
+            if part
+        )
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task("train", total=self._max_steps, state=state)
+        self._progress.update(self._task, completed=step + 1, state=state, refresh=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class Console:
+    """Follows the logs of the ranks until it is closed. `say` adds a line of the launcher's own."""
+
+    def __init__(self, metrics: Path, options: ConsoleOptions) -> None:
+        stream = options.stream or sys.stdout
+        live = stream.isatty() if options.live is None else options.live
+        self._screen: _Screen = _Terminal(stream, options.max_steps) if live else _Pipe(stream)
+        self._log_copies = options.log_copies
+        self._tails: tuple[tuple[str, LineTail], ...] = ()
+        self._followed: set[Path] = set()
+        self._metrics = LineTail(metrics) if live else None
+        self._max_steps = options.max_steps
+        self._own: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="model-check-console", daemon=True)
+        self._thread.start()
+
+    def follow(self, label: str, log: Path) -> None:
+        """Shows what is written to this log from now on; a log already followed stays as it is (a restart)."""
+        if log in self._followed:
+            return
+        self._followed.add(log)
+        copy = self._log_copies / log.name if self._log_copies is not None else None
+        self._tails = (*self._tails, (label, LineTail(log, copy)))
+
+    def say(self, text: str) -> None:
+        self._own.put(f"[model-check] {clean(text)}")
+
+    def close(self) -> None:
+        """Prints what is left. Where nobody reads, it gives up after a few seconds: the log files have everything."""
+        self._closing.set()
+        self._thread.join(_FAREWELL_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(_LOOK_EVERY_S):
+                self._show(last=False)
+            self._show(last=True)
+            self._screen.close()
+        except (BrokenPipeError, ValueError):
+            # The reader is gone (`| head`) or the stream is closed. The job goes on; copies of the logs do too.
+            while not self._closing.wait(_LOOK_EVERY_S):
+                self._drain(last=False)
+            self._drain(last=True)
+
+    def _show(self, *, last: bool) -> None:
+        for line in self._drain(last=last):
+            self._screen.line(line)
+        while not self._own.empty():
+            self._screen.line(self._own.get())
+        if self._metrics is not None:
+            for record in self._metrics.read()[-1:]:
+                self._show_progress(record)
+
+    def _drain(self, *, last: bool) -> list[str]:
+        lines: list[str] = []
+        for label, tail in self._tails:
+            lines += [labelled(label, line) for line in (tail.close() if last else tail.read())]
+        return lines
+
+    def _show_progress(self, line: str) -> None:
+        try:
+            record = json.loads(line)
+            step, step_s = int(record["step"]), float(record["step_s"])
+        except (ValueError, KeyError, TypeError):
+            return  # another writer's record: the bar waits for the next one
+        left = None if self._max_steps is None else (self._max_steps - step - 1) * step_s
+        self._screen.progress(step, _number(record.get("loss")), _number(record.get("tokens_per_s")), left)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None

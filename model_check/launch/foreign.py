@@ -1,0 +1,78 @@
+"""Runs somebody else's script on N ranks as torchrun would, with the black box injected and the supervisor watching.
+
+The ranks see torchrun's environment, inherit standard input, and keep all GPUs visible: such scripts call
+`set_device(LOCAL_RANK)`. Two variables are added: where the run directory is, and our folder in front of PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_check.errors import UsageError
+from model_check.launch.context import RankContext
+from model_check.launch.gpus import list_gpus
+from model_check.launch.injection import injected_environment
+from model_check.launch.job import JobResult, launch_job
+from model_check.launch.programs import Command
+from model_check.launch.supervisor import Supervisor
+from model_check.launch.watch import watched_by
+from model_check.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class ForeignScript:
+    """What the user wants run: a file, or with `module` the name that `python -m` takes."""
+
+    target: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+
+    def argv(self) -> tuple[str, ...]:
+        # Unbuffered as under torchrun: a killed rank must not take its last lines with it.
+        how = ("-u", "-m") if self.module else ("-u",)
+        return (os.environ.get("PYTHON_EXEC", sys.executable), *how, self.target, *self.args)
+
+    def check(self) -> None:
+        if not self.module and not Path(self.target).is_file():
+            raise UsageError(
+                f"there is no script {self.target}",
+                remedy="give the path of a Python file, or -m and the name of a module",
+            )
+
+
+@dataclass(frozen=True)
+class RankCommand(Command):
+    """The user's command with the launcher's own standard input, kept on a descriptor that survives the fork."""
+
+    stdin_fd: int
+
+    def run(self, context: RankContext) -> int:
+        os.dup2(self.stdin_fd, 0)
+        return super().run(context)
+
+
+def run_script(script: ForeignScript, *, nproc: int, run_dir: RunDir, supervisor: Supervisor) -> JobResult:
+    """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's."""
+    script.check()
+    if nproc < 1:
+        raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
+    env = injected_environment(run_dir, os.environ)
+    if nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
+        env["OMP_NUM_THREADS"] = "1"  # torchrun's choice, so that results do not change
+    gpus = list_gpus()
+    stdin = os.dup(0)
+    try:
+        return launch_job(
+            RankCommand(script.argv(), stdin),
+            nproc=nproc,
+            run_dir=run_dir,
+            gpus=gpus[:nproc] if len(gpus) >= nproc else (),
+            isolate_gpus=False,
+            hooks=watched_by(supervisor),
+            env=env,
+        )
+    finally:
+        os.close(stdin)

@@ -1,0 +1,145 @@
+"""Evidence from outside: samples, stacks, flight records and traces of kills, written into the run directory.
+
+Decides nothing. Each kind of evidence has its file in the run directory; a rank that cannot be read leaves a record
+that says why.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from model_check.launch import processes, stacks
+from model_check.launch.memorykills import MemoryKillWatch
+from model_check.rundir import JsonlWriter, RunDir, read_jsonl, write_json_atomic
+from model_check.rundir.ring import read_header
+
+_CHILDREN_PER_RANK = 4
+_FLIGHT_WAIT_S = 2.0
+_PORT_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
+_PORT_NUMBER = re.compile(r"port:?\s*(\d{2,5})")
+
+FlightRequest = Callable[[str, str], dict[str, Any]]
+
+
+class SupervisorEvents:
+    """The launcher's own account, in events/supervisor.jsonl: each record has its event and CLOCK_MONOTONIC seconds."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._writer = JsonlWriter(run_dir.supervisor_events)
+
+    def write(self, event: str, *, at: float | None = None, **details: Any) -> None:
+        self._writer.write({"t": time.monotonic() if at is None else at, "event": event, **details})
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Gatherer:
+    """Takes evidence of the given ranks (rank -> pid). Rounds of stacks are numbered through the whole run."""
+
+    def __init__(self, run_dir: RunDir, events: SupervisorEvents, request_flight: FlightRequest | None = None) -> None:
+        self._run_dir = run_dir
+        self._events = events
+        self._request_flight = request_flight
+        self._kills = MemoryKillWatch()
+        self._stack_round = 0
+        self._flight_round = 0
+        self._ports_named: set[int] = set()
+
+    def sample(self, pids: Mapping[int, int]) -> dict[int, processes.ProcessSample]:
+        """One look at every rank through /proc."""
+        samples: dict[int, processes.ProcessSample] = {}
+        for rank, pid in pids.items():
+            seen = processes.sample(pid)
+            if seen is not None:
+                samples[rank] = seen
+                self._kills.notice(pid)
+        if samples:
+            self._events.write("sample", ranks={str(rank): seen.to_json() for rank, seen in samples.items()})
+        return samples
+
+    def stacks(self, pids: Mapping[int, int], *, timeout_s: float = stacks.TIMEOUT_S) -> None:
+        """One round of stacks: every rank and the children it waits for, all at once."""
+        self._stack_round += 1
+        targets = [(rank, pid, pid) for rank, pid in pids.items()]
+        for rank, pid in pids.items():
+            children = [child for child in processes.children_of(pid) if _is_python(child)]
+            targets += [(rank, pid, child) for child in children[:_CHILDREN_PER_RANK]]
+        takers = [partial(self._take, rank, pid, target, timeout_s) for rank, pid, target in targets]
+        if not takers:
+            return
+        self._run_dir.stacks_dir.mkdir(exist_ok=True)
+        with ThreadPoolExecutor(min(8, len(takers)), thread_name_prefix="model-check-stacks") as pool:
+            for done in [pool.submit(taker) for taker in takers]:
+                done.result()
+
+    def _take(self, rank: int, rank_pid: int, pid: int, timeout_s: float) -> None:
+        is_rank = pid == rank_pid
+        header = read_header(self._run_dir.ring(rank)) if is_rank else {}
+        taken = stacks.take(
+            pid,
+            timeout_s=timeout_s,
+            fault_file=self._run_dir.stacks_dir / f"rank-{rank:05d}.fault.txt",
+            fault_signal=stacks.signal_number(header.get("stack_signal")),
+        )
+        process = "rank" if is_rank else "loader_worker" if taken.is_loader_worker else "child"
+        name = f"rank-{rank:05d}.{self._stack_round}"
+        path = self._run_dir.stacks_dir / (f"{name}.json" if is_rank else f"{name}.{pid}.json")
+        write_json_atomic(path, taken.to_json(rank, process))
+
+    def flight(self, pids: Mapping[int, int]) -> None:
+        """The c10d flight recorder of every rank that answers."""
+        if self._request_flight is None:
+            return
+        self._flight_round += 1
+        sockets = {rank: read_header(self._run_dir.ring(rank)).get("service") for rank in pids}
+        asked = {rank: socket for rank, socket in sockets.items() if socket}
+        if not asked:
+            return
+        self._run_dir.flight_dir.mkdir(exist_ok=True)
+        pool = ThreadPoolExecutor(min(8, len(asked)), thread_name_prefix="model-check-flight")
+        waiting = {rank: pool.submit(self._request_flight, socket, "flight") for rank, socket in asked.items()}
+        deadline = time.monotonic() + _FLIGHT_WAIT_S
+        for rank, answer in waiting.items():
+            path = self._run_dir.flight_dir / f"rank-{rank:05d}.{self._flight_round}.json"
+            try:
+                write_json_atomic(path, answer.result(timeout=max(0.0, deadline - time.monotonic())))
+            except (OSError, ValueError, TimeoutError) as error:
+                self._events.write("flight_refused", rank=rank, error=f"{type(error).__name__}: {error}")
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    def memory_kills(self) -> None:
+        """Writes an `oom` event for every kill by the kernel since the last look."""
+        for kill in self._kills.new_kills():
+            self._events.write("oom", **kill.to_json())
+
+    def taken_port(self, rank: int) -> None:
+        """Names who holds the port, where a rank says that its port was in use."""
+        for record in read_jsonl(self._run_dir.events(rank)).records:
+            text = str(record.get("message", ""))
+            number = _PORT_NUMBER.search(text) if _PORT_IN_USE.search(text) else None
+            if number is None or int(number[1]) in self._ports_named:
+                continue
+            port = int(number[1])
+            self._ports_named.add(port)
+            holder = processes.port_holder(port)
+            self._events.write(
+                "port",
+                port=port,
+                holder_pid=holder.pid if holder else None,
+                holder_cmd=holder.command if holder else None,
+            )
+
+    def close(self) -> None:
+        self._kills.close()
+
+
+def _is_python(pid: int) -> bool:
+    """Forked loader workers keep the interpreter's command line; tools that a script started do not."""
+    command = processes.command_of(pid)
+    return bool(command) and "python" in command[0].rpartition("/")[2]

@@ -1,0 +1,130 @@
+"""The ranks of one attempt, as the launcher sees them: start them, hear of their ends, stop them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from model_check.errors import LaunchError
+from model_check.launch.failures import RankExit
+from model_check.launch.journal import Journal
+from model_check.launch.nursery import Nursery, RankEnded, RankRefused, RankStarted, StartRank
+
+_STOP_POLL_S = 0.05
+
+
+class RankGroup:
+    """Starts N ranks through the nursery and keeps the order in which they ended."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        journal: Journal,
+        requests: Sequence[StartRank],
+        on_exit: Callable[[RankExit], None] | None = None,
+    ) -> None:
+        self._nursery = nursery
+        self._journal = journal
+        self._requests = requests
+        self._on_exit = on_exit
+        self._rank_of: dict[int, int] = {}
+        self._signalled: dict[int, float] = {}
+        self.attempt = requests[0].context.attempt
+        self.pids: dict[int, int] = {}
+        self.exits: list[RankExit] = []
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that were started and have not ended."""
+        ended = {exit.rank for exit in self.exits}
+        return [rank for rank in self.pids if rank not in ended]
+
+    def start(self) -> None:
+        for request in self._requests:
+            self._nursery.start(request)
+        while len(self.pids) < len(self._requests):
+            self.wait(1.0)
+
+    def wait(self, timeout_s: float) -> None:
+        """Takes in what happened; waits up to the timeout if nothing has."""
+        for message in self._nursery.messages(timeout_s):
+            if isinstance(message, RankStarted):
+                self._on_started(message)
+            elif isinstance(message, RankEnded):
+                self._on_ended(message)
+            elif isinstance(message, RankRefused):
+                self.kill()
+                raise LaunchError(
+                    f"rank {message.rank} could not be started: {message.reason}",
+                    remedy="free memory or processes, or start fewer ranks",
+                )
+
+    def signal(self, number: int) -> None:
+        """Tells every running rank, and only the rank: its loader workers must live while it saves."""
+        self._send(number, tree=False)
+
+    def kill(self) -> None:
+        """Ends every running rank with all its descendants, now."""
+        self._send(signal.SIGKILL, tree=True)
+
+    def end(self, grace_s: float, hurry: Callable[[], bool] | None = None) -> None:
+        """SIGTERM, the grace, SIGKILL; returns when all are gone. `hurry` true cuts the grace short."""
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while self.running and time.monotonic() < deadline and not (hurry and hurry()):
+            self.wait(_STOP_POLL_S)
+        if self.running:
+            self.kill()
+        while self.running:
+            self.wait(_STOP_POLL_S)
+
+    def _send(self, number: int, *, tree: bool) -> None:
+        now = time.monotonic()
+        for rank in self.running:
+            self._signalled.setdefault(rank, now)
+            self._nursery.signal(self.pids[rank], number, tree=tree)
+            self._journal.write(
+                "signal_sent",
+                at_monotonic=now,
+                rank=rank,
+                pid=self.pids[rank],
+                signal=signal.Signals(number).name,
+            )
+
+    def _on_started(self, message: RankStarted) -> None:
+        self.pids[message.rank] = message.pid
+        self._rank_of[message.pid] = message.rank
+        self._journal.write(
+            "rank_started",
+            at_monotonic=message.at_monotonic,
+            rank=message.rank,
+            pid=message.pid,
+            attempt=self.attempt,
+        )
+
+    def _on_ended(self, message: RankEnded) -> None:
+        rank = self._rank_of.get(message.pid)
+        if rank is None:
+            return  # a rank of an earlier attempt
+        exit = RankExit(
+            rank=rank,
+            pid=message.pid,
+            code=message.code,
+            signal=message.signal,
+            at_monotonic=message.at_monotonic,
+            attempt=self.attempt,
+            signalled_at=self._signalled.get(rank),
+        )
+        self.exits.append(exit)
+        self._journal.write(
+            "rank_exited",
+            at_monotonic=message.at_monotonic,
+            rank=rank,
+            pid=message.pid,
+            attempt=self.attempt,
+            code=message.code,
+            signal=message.signal,
+        )
+        if self._on_exit is not None:
+            self._on_exit(exit)

@@ -1,0 +1,19 @@
+"""The variables that put the black box into every Python process below us."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from model_check.launch.guard import RUN_DIR_VARIABLE
+from model_check.observe import inject_path
+from model_check.rundir import RunDir
+
+
+def injected_environment(run_dir: RunDir, environ: Mapping[str, str]) -> dict[str, str]:
+    """Where the run directory is, and our folder in front of PYTHONPATH; the user's own path stays behind it."""
+    path = environ.get("PYTHONPATH")
+    return {
+        RUN_DIR_VARIABLE: str(run_dir.root),
+        "PYTHONPATH": os.pathsep.join([inject_path(), *([path] if path else [])]),
+    }

@@ -1,0 +1,49 @@
+"""Where the raw output of the ranks lies: one file per rank in /tmp, linked from the run directory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_check.errors import LaunchError
+from model_check.rundir import RunDir
+
+LOG_ROOT = Path("/tmp")
+
+
+@dataclass(frozen=True)
+class LogDir:
+    """The folder of one job's logs. Restarts append to the same files."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, run_dir: RunDir, root: Path = LOG_ROOT) -> LogDir:
+        """`/tmp/model_check_logs_<PID>_<timestamp>/`, readable by its owner only, linked as <run_dir>/logs."""
+        name = f"model_check_logs_{os.getpid()}_{time.strftime('%Y%m%d-%H%M%S')}"
+        for number in itertools.count():
+            path = root / (f"{name}-{number}" if number else name)
+            try:
+                # Refuses what is already there: in a shared /tmp it may be somebody's trap.
+                path.mkdir(mode=0o700)
+                break
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise LaunchError(
+                    f"the log folder {path} cannot be made: {error.strerror}", remedy=f"make {root} writable"
+                ) from error
+        link = run_dir.logs
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+        return cls(path)
+
+    def rank(self, rank: int) -> Path:
+        return self.path / f"rank-{rank:05d}.log"
+
+    def error_file(self, rank: int, attempt: int) -> Path:
+        """Where torch's own @record decorator writes, in scripts that use it."""
+        return self.path / f"rank-{rank:05d}.attempt-{attempt}.error.json"

@@ -1,0 +1,49 @@
+"""The format of the job's log lines, and the cleaning that lets a foreign line onto the terminal."""
+
+from __future__ import annotations
+
+import re
+
+# CSI and OSC sequences, two-character escapes, then every control character that is left but the tab;
+# also the marks that make a terminal write from right to left.
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"
+    r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"
+    r"|\x1b[ -/]*[0-~]"
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+_LABELLED = re.compile(r"\[(?:[\w.-]+:)?(?:GPU|CPU)\d+\] ")
+
+
+def step_line(
+    label: str, step: int, max_steps: int, loss: float, lr: float, grad_norm: float, eta_s: float | None
+) -> str:
+    """`[GPU0] Step [0/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30`."""
+    return (
+        f"[{label}] Step [{step}/{max_steps}] | Loss: {loss:.4f} | LR: {lr:.2e} | "
+        f"Grad Norm: {grad_norm:.4f} | ETA: {clock(eta_s)}"
+    )
+
+
+def clock(seconds: float | None) -> str:
+    """5:30, 1:02:03, or 2d 3:04:05; `?` where it is not known."""
+    if seconds is None or not 0 <= seconds < float("inf"):
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02d}:{second:02d}"
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def clean(text: str) -> str:
+    """One line without anything that could move the cursor, colour the screen or hide text."""
+    # A progress bar redraws its line after each carriage return: only the last drawing counts.
+    drawings = [part for part in text.split("\r") if part.strip()]
+    return _CONTROL.sub("", drawings[-1] if drawings else "").rstrip()
+
+
+def labelled(label: str, line: str) -> str:
+    """The line with its rank in front, once."""
+    return line if _LABELLED.match(line) else f"[{label}] {line}"

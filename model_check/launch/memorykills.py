@@ -1,0 +1,165 @@
+"""Evidence that the kernel, not a person, killed a process for its memory: cgroup counters and the kernel's log.
+
+SIGKILL leaves no trace in the process. Two places keep one: the cgroup's `oom_kill` counter (which limit), and the
+kernel log (which process, how large). Both are
+read from the job's start on, so that older kills are not taken for ours.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_KILLED = re.compile(r"(?P<memcg>Memory cgroup )?[Oo]ut of memory: Killed process (?P<pid>\d+) \((?P<comm>[^)]*)\)")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryKill:
+    """One kill by the kernel. `source` is "cgroup" (a limit was reached) or "kernel" (the machine ran out)."""
+
+    source: str
+    detail: str
+    pid: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"source": self.source, "detail": self.detail, "pid": self.pid}
+
+
+def memory_cgroups(pid: int) -> list[Path]:
+    """The folders of the memory cgroups a process is in, innermost first, v1 and v2."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Path] = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            roots = [
+                root for root in (_CGROUP_ROOT, _CGROUP_ROOT / "unified") if (root / "cgroup.controllers").exists()
+            ]
+        elif "memory" in controllers.split(","):
+            roots = [_CGROUP_ROOT / "memory"]
+        else:
+            continue
+        for root in roots:
+            folder = root / path.strip("/")
+            while True:
+                if folder.is_dir():
+                    found.append(folder)
+                if folder == root or root not in folder.parents:
+                    break
+                folder = folder.parent
+    return found
+
+
+def _value(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def kill_count(folder: Path) -> int | None:
+    """How many processes the kernel has killed in this cgroup, or None where it does not say."""
+    for name in ("memory.events", "memory.oom_control"):
+        for line in _value(folder / name).splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill" and value.isdigit():
+                return int(value)
+    return None
+
+
+def memory_limit(folder: Path) -> int | None:
+    """The cgroup's limit in bytes, or None where there is none."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        value = _value(folder / name)
+        # v1 writes "no limit" as a number near 2^63.
+        if value.isdigit() and int(value) < 1 << 60:
+            return int(value)
+    return None
+
+
+class KernelLog:
+    """New lines of the kernel log since this was opened; empty where the log may not be read."""
+
+    def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._fd, 0, os.SEEK_END)
+        except OSError:
+            self.close()
+
+    @property
+    def readable(self) -> bool:
+        return self._fd >= 0
+
+    def new_lines(self) -> list[str]:
+        lines: list[str] = []
+        while self._fd >= 0:
+            try:
+                record = os.read(self._fd, 8192)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # the kernel overwrote records we had not read yet: go on with the next one
+                continue
+            except OSError:
+                self.close()
+                break
+            if not record:
+                break
+            lines.append(record.decode("utf-8", "replace").partition(";")[2].partition("\n")[0])
+        return lines
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def parse_kill(line: str) -> MemoryKill | None:
+    """The kill a kernel log line reports, if it reports one."""
+    match = _KILLED.search(line)
+    if match is None:
+        return None
+    return MemoryKill("cgroup" if match["memcg"] else "kernel", line.strip(), int(match["pid"]))
+
+
+class MemoryKillWatch:
+    """Remembers the counters of every cgroup the job's processes are seen in, and tells which have risen since."""
+
+    def __init__(self) -> None:
+        self._log = KernelLog()
+        self._counts: dict[Path, int] = {}
+
+    def notice(self, pid: int) -> None:
+        """Takes note of where a process is accounted; called at each sample, since a process may be moved."""
+        for folder in memory_cgroups(pid):
+            if folder not in self._counts:
+                count = kill_count(folder)
+                if count is not None:
+                    self._counts[folder] = count
+
+    def new_kills(self) -> list[MemoryKill]:
+        """Kills since the last call. A named process (kernel log) comes before a bare counter."""
+        kills = [kill for kill in map(parse_kill, self._log.new_lines()) if kill is not None]
+        for folder, before in self._counts.items():
+            count = kill_count(folder)
+            if count is None or count <= before:
+                continue
+            self._counts[folder] = count
+            limit = memory_limit(folder)
+            if limit is None:
+                continue
+            kills.append(
+                MemoryKill("cgroup", f"oom_kill of {folder} rose from {before} to {count}, limit {limit} bytes")
+            )
+        return kills
+
+    def close(self) -> None:
+        self._log.close()

@@ -1,0 +1,282 @@
+"""The nursery: one quiet process that every rank is forked from, and that tells the launcher when one ends.
+
+The launcher cannot fork ranks itself: it has threads (rendezvous, console) and stores, which a forked child must not
+inherit. The nursery is forked once, right after the imports, while the launcher is still a single thread; it does
+no tensor work, starts no CUDA, and only forks, signals and waits. When the launcher goes away, by whatever cause, the
+nursery kills every rank with all of its descendants.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from model_check.errors import LaunchError
+from model_check.launch.context import RankContext
+from model_check.launch.programs import Program, WarmFunction
+from model_check.launch.ranks import become_rank, finish_interpreter, forget_launcher, prepare_interpreter
+
+_MESSAGE_BYTES = 1 << 17
+_PARENT_CHECK_S = 1.0
+
+
+@dataclass(frozen=True)
+class StartRank:
+    """Launcher to nursery: fork this rank."""
+
+    context: RankContext
+    env: dict[str, str]
+    log: Path
+
+
+@dataclass(frozen=True)
+class SignalRank:
+    """Launcher to nursery: signal the rank, or with `tree` its whole process group."""
+
+    pid: int
+    number: int
+    tree: bool
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Nursery to launcher: I exist. `cuda_spoiled`: CUDA was started before the fork, so no rank could use it."""
+
+    cuda_spoiled: bool
+
+
+@dataclass(frozen=True)
+class RankStarted:
+    """Nursery to launcher: the rank lives."""
+
+    rank: int
+    pid: int
+    at_monotonic: float
+
+
+@dataclass(frozen=True)
+class RankRefused:
+    """Nursery to launcher: the system would not fork."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    """Nursery to launcher: the rank is gone; exactly one of code and signal is set."""
+
+    pid: int
+    code: int | None
+    signal: int | None
+    at_monotonic: float
+
+
+class Nursery:
+    """The launcher's end: start and signal ranks, and hear of their ends in the order in which they came."""
+
+    def __init__(self, program: Program) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        launcher_pid = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # Python warns when other threads exist; those of BLAS, made at import, survive a fork by their own hooks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _serve(theirs, program, launcher_pid)
+        theirs.close()
+        self.pid = pid
+        self._socket = ours
+        ready = self._receive(timeout_s=30.0)
+        self.cuda_spoiled = isinstance(ready, Ready) and ready.cuda_spoiled
+
+    def start(self, request: StartRank) -> None:
+        self._send(request)
+
+    def signal(self, pid: int, number: int, *, tree: bool = False) -> None:
+        self._send(SignalRank(pid, number, tree))
+
+    def messages(self, timeout_s: float) -> Iterator[RankStarted | RankRefused | RankEnded]:
+        """What has happened; waits up to the timeout for the first message, and for no other."""
+        while (message := self._receive(timeout_s)) is not None:
+            yield message
+            timeout_s = 0.0
+
+    def close(self) -> None:
+        """Ends the nursery, and with it every rank that is left."""
+        if self._socket.fileno() == -1:
+            return
+        self._socket.close()
+        os.waitpid(self.pid, 0)
+
+    def _send(self, message: StartRank | SignalRank) -> None:
+        try:
+            self._socket.send(pickle.dumps(message))
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._lost() from None
+
+    def _receive(self, timeout_s: float) -> Any:
+        readable, _, _ = select.select([self._socket], [], [], max(0.0, timeout_s))
+        if not readable:
+            return None
+        try:
+            data = self._socket.recv(_MESSAGE_BYTES)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise self._lost()
+        return pickle.loads(data)  # the bytes of our own child, on a socket nobody else has
+
+    def _lost(self) -> LaunchError:
+        return LaunchError(
+            f"the process that starts the ranks (pid {self.pid}) was killed, and the ranks with it",
+            remedy="see the kernel log for an out-of-memory kill",
+        )
+
+
+def _serve(channel: socket.socket, program: Program, launcher_pid: int) -> NoReturn:
+    """The nursery's whole life."""
+    status = 1
+    try:
+        os.setsid()  # Ctrl-C at the terminal reaches the launcher alone, which tells the ranks in its own way
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
+        _NurseryLoop(channel, program, launcher_pid).run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+class _NurseryLoop:
+    """Waits for requests of the launcher and for the ends of ranks."""
+
+    def __init__(self, channel: socket.socket, program: Program, launcher_pid: int) -> None:
+        self._channel = channel
+        self._program = program
+        self._launcher_pid = launcher_pid
+        self._pids: set[int] = set()
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(self._wake_write)
+        signal.signal(signal.SIGCHLD, _wake_only)
+
+    def run(self) -> None:
+        self._send(Ready(cuda_spoiled=_cuda_spoiled()))
+        channel = self._channel.fileno()
+        while os.getppid() == self._launcher_pid:
+            readable, _, _ = select.select([channel, self._wake_read], [], [], _PARENT_CHECK_S)
+            if self._wake_read in readable:
+                os.read(self._wake_read, 4096)
+            self._reap()
+            if channel in readable:
+                data = self._channel.recv(_MESSAGE_BYTES)
+                if not data:
+                    break
+                self._obey(pickle.loads(data))
+        for pid in self._pids:
+            _kill_tree(pid, signal.SIGKILL)
+
+    def _obey(self, request: StartRank | SignalRank) -> None:
+        if isinstance(request, StartRank):
+            self._fork(request)
+        elif request.pid in self._pids:
+            if request.tree:
+                _kill_tree(request.pid, request.number)
+            else:
+                os.kill(request.pid, request.number)
+
+    def _fork(self, request: StartRank) -> None:
+        nursery_pid = os.getpid()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+        except OSError as error:
+            self._send(RankRefused(request.context.rank, error.strerror or str(error)))
+            return
+        if pid == 0:
+            self._live_as_rank(request, nursery_pid)
+        self._pids.add(pid)
+        self._send(RankStarted(request.context.rank, pid, time.monotonic()))
+
+    def _live_as_rank(self, request: StartRank, nursery_pid: int) -> NoReturn:
+        code = 1
+        try:
+            become_rank(nursery_pid, self._launcher_pid, request.env, request.log)
+            self._channel.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            if isinstance(self._program, WarmFunction):
+                forget_launcher()
+                prepare_interpreter()
+            code = self._program.run(request.context)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            finish_interpreter(code)
+
+    def _reap(self) -> None:
+        while self._pids:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            at = time.monotonic()
+            # Not reaped yet, so its number is still its own: what it left running in its group goes too.
+            _kill_tree(ended.si_pid, signal.SIGKILL)
+            os.waitpid(ended.si_pid, 0)
+            self._pids.discard(ended.si_pid)
+            exited = ended.si_code == os.CLD_EXITED
+            self._send(
+                RankEnded(
+                    pid=ended.si_pid,
+                    code=ended.si_status if exited else None,
+                    signal=None if exited else ended.si_status,
+                    at_monotonic=at,
+                )
+            )
+
+    def _send(self, message: Ready | RankStarted | RankRefused | RankEnded) -> None:
+        try:
+            self._channel.send(pickle.dumps(message))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the launcher is gone: the next turn of the loop sees it and ends the ranks
+
+
+def _wake_only(_number: int, _frame: object) -> None:
+    """SIGCHLD needs a Python handler for its byte to reach the wake-up pipe."""
+
+
+def _kill_tree(pid: int, number: int) -> None:
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, number)
+            return
+        except ProcessLookupError:
+            continue  # no group of that number: the child has not reached setsid yet, or all are gone
+
+
+def _cuda_spoiled() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda._is_in_bad_fork()

@@ -1,0 +1,85 @@
+"""Where the ranks of a job are: the hosts, the devices of this host, and the rendezvous that joins them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from model_check.launch.context import RankContext, rank_label
+from model_check.launch.gpus import Gpu
+from model_check.rundir import RunDir
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job: every one runs the same command and meets the others at `endpoint` (host:port)."""
+
+    count: int = 1
+    endpoint: str = f"{LOOPBACK}:0"
+    job_id: str = "model-check"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which device each local rank gets, and what its environment says of it."""
+
+    run_dir: RunDir
+    nproc: int
+    gpus: tuple[Gpu, ...]
+    isolate_gpus: bool
+    hosts: Hosts
+    env: dict[str, str]
+
+    def describe(self, worker: Worker, group: WorkerGroup, attempt: int) -> tuple[RankContext, dict[str, str]]:
+        """The context of a rank, and the variables it gets besides those of torchrun."""
+        local_rank = worker.local_rank
+        assert group.group_rank is not None and group.master_port is not None, "ranks start after the rendezvous"
+        gpu = self.gpus[local_rank] if local_rank < len(self.gpus) else None
+        context = RankContext(
+            rank=worker.global_rank,
+            local_rank=local_rank,
+            world_size=worker.world_size,
+            local_world_size=self.nproc,
+            node_rank=group.group_rank,
+            device="cpu" if gpu is None else "cuda:0" if self.isolate_gpus else f"cuda:{local_rank}",
+            physical_gpu=gpu.index if gpu else None,
+            label=rank_label(gpu, local_rank, several_hosts=self.hosts.count > 1),
+            run_dir=self.run_dir.root,
+            attempt=attempt,
+            master_addr=str(group.master_addr),
+            master_port=group.master_port,
+        )
+        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(self._threads_per_rank())}
+        if gpu is not None and self.isolate_gpus:
+            # The UUID names the same device whatever order CUDA counts in.
+            env["CUDA_VISIBLE_DEVICES"] = gpu.uuid
+        return context, {**env, **self.env}
+
+    def _threads_per_rank(self) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // self.nproc)
+
+
+def open_rendezvous(hosts: Hosts) -> RendezvousHandler:
+    """torch's c10d rendezvous: on a free loopback port for one host, at the common endpoint for several."""
+    # Each attempt gets a store of its own: with a shared one a restart finds the keys of the attempt before it.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    alone = hosts.count == 1
+    extra: dict[str, Any] = {"is_host": True} if alone else {}
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=hosts.endpoint,
+        run_id=uuid.uuid4().hex if alone else hosts.job_id,
+        min_nodes=hosts.count,
+        max_nodes=hosts.count,
+        local_addr=LOOPBACK if alone else None,
+        **extra,
+    )
+    return get_rendezvous_handler(parameters)

@@ -1,0 +1,111 @@
+"""The pulse of a rank: how far its black box has come, read in microseconds without decoding what is in it.
+
+Looks only at the newest record of the ring: its number, its time, its step. From these come the time since the last
+sign of life and the length of a step, which is all that is needed to suspect a stall.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import struct
+from collections import deque
+from pathlib import Path
+
+from model_check.rundir import ring
+
+_SEQ = struct.Struct("<Q")
+_STEP_OFFSET = struct.calcsize("<QQBBBB")
+_STEP = struct.Struct("<i")
+
+
+class Pulse:
+    """Follows one ring. `beat` is cheap enough to call ten times a second for every rank."""
+
+    def __init__(self, path: Path, started_at: float) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = None
+        self._inode = 0
+        self._records_at = 0
+        self._capacity = 0
+        self._step_times: deque[float] = deque(maxlen=64)
+        self._step_seen_at = started_at
+        self.pid = 0
+        self.seq = 0
+        self.step = -1
+        self.last_at = started_at  # seconds of CLOCK_MONOTONIC; the start of the process until the ring has a record
+
+    @property
+    def has_ring(self) -> bool:
+        return self._map is not None
+
+    def beat(self) -> bool:
+        """Whether there are new records since the last call."""
+        if not self._open_current():
+            return False
+        newest = self._newest()
+        if newest == self.seq:
+            return False
+        self.seq = newest
+        at = self._slot(newest)
+        assert self._map is not None, "a ring that was just read is open"
+        (time_ns,) = _SEQ.unpack_from(self._map, at + _SEQ.size)
+        (step,) = _STEP.unpack_from(self._map, at + _STEP_OFFSET)
+        self.last_at = max(self.last_at, time_ns / 1e9)
+        if step > self.step:
+            if self.step >= 0:
+                steps = step - self.step
+                self._step_times.append((self.last_at - self._step_seen_at) / steps)
+            self.step, self._step_seen_at = step, self.last_at
+        return True
+
+    def step_seconds(self) -> float | None:
+        """The median length of a step, or None before the second one."""
+        return statistics.median(self._step_times) if self._step_times else None
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _open_current(self) -> bool:
+        """A restarted rank puts a new file in the place of the old one."""
+        try:
+            inode = self._path.stat().st_ino
+        except OSError:
+            return self._map is not None
+        if self._map is not None and inode == self._inode:
+            return True
+        header = ring.read_header(self._path)
+        if not header:
+            return False
+        self.close()
+        with self._path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._inode = inode
+        self._capacity = int(header.get("capacity", ring.CAPACITY))
+        self._records_at = ring.HEADER_BYTES + int(header.get("strings_bytes", ring.STRINGS_BYTES))
+        self.pid = int(header.get("pid", 0))
+        self.seq, self.step = 0, -1
+        self._step_times.clear()
+        return True
+
+    def _slot(self, seq: int) -> int:
+        return self._records_at + (seq - 1) % self._capacity * ring.RECORD.size
+
+    def _stored(self, seq: int) -> int:
+        """The number of the record in the slot of `seq`: itself, an older one, or a newer one that took its place."""
+        assert self._map is not None, "records are read from an open ring"
+        (stored,) = _SEQ.unpack_from(self._map, self._slot(seq))
+        return stored
+
+    def _newest(self) -> int:
+        """Gallops from the last known number: a slot that holds a record at least as new proves the ring is past it."""
+        newest = self.seq
+        while (stored := self._stored(newest + 1)) > newest:
+            newest = stored
+            stride = 1
+            while stride < self._capacity and (stored := self._stored(newest + stride)) >= newest + stride:
+                newest = stored
+                stride *= 2
+        return newest

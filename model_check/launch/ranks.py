@@ -1,0 +1,177 @@
+"""Inside a rank's process, from the fork to the exit: ties, signals, streams, environment, the record of a failure."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import io
+import multiprocessing.process
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from model_check.errors import ModelCheckError
+from model_check.launch.context import RankContext
+from model_check.rundir import JsonlWriter, RunDir
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def tie_to_parent(parent_pid: int) -> None:
+    """The kernel kills this process when its parent dies, whatever kills the parent."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(128 + signal.SIGKILL)  # the parent died before the line above could help
+
+
+class _TieForkedChildren:
+    """fork clears the tie: this renews it in loader workers and the like, so that they never outlive a killed rank.
+
+    The kernel ties to the forking thread, not to its process: a child forked by a thread that may end is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._parent_pid = 0
+
+    def install(self) -> None:
+        os.register_at_fork(before=self._before_fork, after_in_child=self._in_child)
+
+    def _before_fork(self) -> None:
+        self._parent_pid = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+
+    def _in_child(self) -> None:
+        if self._parent_pid:
+            tie_to_parent(self._parent_pid)
+
+
+def become_rank(parent_pid: int, launcher_pid: int, env: Mapping[str, str], log: Path) -> None:
+    """Turns a forked child into a rank: own session, default signals, own environment, output into its log."""
+    tie_to_parent(parent_pid)
+    _TieForkedChildren().install()
+    # Where Yama restricts ptrace, py-spy started by the launcher may look at this process and nobody else.
+    _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(launcher_pid), 0, 0, 0)
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.environ.update(env)
+    _redirect_streams(log)
+
+
+def _redirect_streams(log: Path) -> None:
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+    os.close(out)
+    os.close(nothing)
+
+
+def prepare_interpreter() -> None:
+    """Fresh text streams, a stack on a fatal signal, and what libraries read from the environment at import only."""
+    sys.stdin = io.TextIOWrapper(os.fdopen(0, "rb", closefd=False), encoding="utf-8")
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = io.TextIOWrapper(
+            os.fdopen(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    faulthandler.enable(file=sys.stderr)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if torch.distributed.is_available():
+            torch.distributed.set_debug_level_from_env()
+
+
+def forget_launcher() -> None:
+    """Drops what a forked interpreter would do at its exit on the launcher's behalf, as multiprocessing does."""
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+
+
+def run_entry(entry: Callable[[RankContext, Any], None], context: RankContext, payload: Any) -> int:
+    """Calls the entry; an exception is recorded before anything else happens and becomes an exit code."""
+    try:
+        entry(context, payload)
+        return 0
+    except SystemExit as stop:
+        code = _system_exit_code(stop)
+        if code not in (0, 75):
+            record_exception(context, stop, code)
+        return code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except ModelCheckError as error:
+        record_exception(context, error, error.exit_code)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except BaseException as error:
+        record_exception(context, error, 1)
+        traceback.print_exc()
+        return 1
+
+
+def _system_exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr, flush=True)
+    return 1
+
+
+def record_exception(context: RankContext, error: BaseException, exit_code: int) -> None:
+    """Appends the exception to the rank's events. The root is the oldest exception of the chain."""
+    root = error
+    while (earlier := root.__cause__ or root.__context__) is not None:
+        root = earlier
+    record = {
+        "event": "exception",
+        "t": time.monotonic(),
+        "time": time.time(),
+        "rank": context.rank,
+        "attempt": context.attempt,
+        "pid": os.getpid(),
+        "exit_code": exit_code,
+        "type": type(error).__name__,
+        "message": str(error),
+        "root_type": type(root).__name__,
+        "root_message": str(root),
+        "traceback": "".join(traceback.format_exception(error)),
+        "frames": [
+            {"file": frame.filename, "line": frame.lineno, "function": frame.name}
+            for frame in traceback.extract_tb(error.__traceback__)
+        ],
+    }
+    try:
+        writer = JsonlWriter(RunDir(context.run_dir).events(context.rank))
+        writer.write(record)
+        writer.close()
+    except OSError as refused:
+        print(f"the failure could not be recorded in {context.run_dir}: {refused}", file=sys.stderr, flush=True)
+
+
+def finish_interpreter(code: int) -> NoReturn:
+    """Ends a rank as the interpreter would (threads, exit functions, buffers), without destroying inherited objects."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

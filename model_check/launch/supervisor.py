@@ -1,0 +1,386 @@
+"""The supervisor: watches the ranks from outside, suspects a stall, gathers evidence, and ends the job only on proof.
+
+`poll` is called about ten times a second by whoever runs the ranks. It is a state machine that never sleeps:
+
+    quiet ──(no progress past the threshold)──> suspected: sample, stacks, flight
+    suspected ──(0.8 s later)──> stalled: second round of stacks, examine, say the finding once
+    stalled ──(progress)──> quiet: the finding is withdrawn
+    stalled ──(a proven error, or hang_kill_after_s)──> ending
+
+The rules that name a fault live elsewhere; they come in as `examine`, which reads the run directory.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from model_check.launch import waiting
+from model_check.launch.failures import RankExit
+from model_check.launch.gather import FlightRequest, Gatherer, SupervisorEvents
+from model_check.launch.processes import ProcessSample
+from model_check.launch.pulse import Pulse
+from model_check.rundir import Finding, RunDir, Verdict
+from model_check.rundir.verdict import Outcome
+
+Examine = Callable[[RunDir, bool], Verdict]
+_STANDINGS_FRESH_S = 1.0
+_ACTIVE_CPU_S = 0.05
+_ACTIVE_BYTES = 1 << 20
+EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
+
+
+@dataclass(frozen=True)
+class Limits:
+    """All in seconds. `kill_after_s` 0: a stall is never ended without proof."""
+
+    stall_floor_s: float = 5.0
+    stall_steps: float = 5.0
+    stall_before_first_step_s: float = 12.0
+    stall_while_peers_wait_s: float = 6.0
+    second_round_after_s: float = 0.8
+    gather_again_s: float = 15.0
+    sample_every_s: float = 1.0
+    examine_every_s: float = 1.5
+    examine_cost_share: float = 0.02
+    say_every_s: float = 30.0
+    own_exit_s: float = 1.5
+    kill_after_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The supervisor's decision that the job must end now."""
+
+    reason: str
+    exit_code: int = EXIT_CODE_OF_A_HANG
+
+
+@dataclass
+class _Rank:
+    """One process under watch."""
+
+    rank: int
+    pid: int
+    pulse: Pulse
+    started_at: float
+    exit: RankExit | None = None
+    cpu_s: float = 0.0
+    io_bytes: int = 0
+
+    def was_active(self, seen: ProcessSample) -> bool:
+        """It, or a child of its, computed for 50 ms or moved a megabyte since the last sample."""
+        cpu_s = seen.stat.cpu_s + sum(child.cpu_s for child in seen.children)
+        active = cpu_s - self.cpu_s > _ACTIVE_CPU_S or seen.io_bytes - self.io_bytes > _ACTIVE_BYTES
+        self.cpu_s, self.io_bytes = cpu_s, seen.io_bytes
+        return active
+
+
+@dataclass
+class _Stall:
+    """A suspicion: since when nothing moved, and which evidence has been taken."""
+
+    since: float
+    threshold_s: float
+    gathered_at: float
+    rounds: int = 1
+    examined: bool = False
+    line_due: float = 0.0
+
+
+class Supervisor:
+    """Watches ranks that others start and end. All times are CLOCK_MONOTONIC seconds."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        examine: Examine,
+        say: Callable[[str], None],
+        *,
+        show: Callable[[Verdict], None],
+        request_flight: FlightRequest | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._examine = examine
+        self._say = say
+        self._show = show
+        self._limits = limits or Limits()
+        self.events = SupervisorEvents(run_dir)
+        self._gather = Gatherer(run_dir, self.events, request_flight)
+        self._ranks: dict[int, _Rank] = {}
+        self._stall: _Stall | None = None
+        self._crashed = False
+        self._sampled_at = 0.0
+        self._examined_at = 0.0
+        self._examine_cost_s = 0.0
+        self._life_at = time.monotonic()
+        self._proven_at: float | None = None
+        self._early_exit_at: float | None = None
+        self._shown: set[tuple[str, tuple[int, ...], str | None]] = set()
+        self._first_named_after: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._standings_at = 0.0
+        self._last_standings: list[waiting.Standing] = []
+        self.verdict = Verdict()
+
+    # What the owner of the processes tells us. Starts, exits and signals are written down by the owner itself.
+
+    def rank_started(self, rank: int, pid: int, at: float | None = None) -> None:
+        started = time.monotonic() if at is None else at
+        if not self._ranks:
+            self._life_at = started
+        self._ranks[rank] = _Rank(rank, pid, Pulse(self._run_dir.ring(rank), started), started)
+        self._crashed = False
+
+    def rank_exited(self, exit: RankExit) -> None:
+        """On the first failure takes evidence of the survivors at once: their launcher is about to end them."""
+        known = self._ranks.get(exit.rank)
+        if known is None or known.pid != exit.pid:
+            return
+        known.exit = exit
+        if exit.signalled_at is not None:
+            return
+        if not exit.failed:
+            self._early_exit_at = exit.at_monotonic
+        elif not self._crashed:
+            self._crashed = True
+            self._on_first_failure(exit)
+
+    # The loop.
+
+    def poll(self) -> Ending | None:
+        """One turn; the answer is not None when the job must end."""
+        now = time.monotonic()
+        alive = self._alive()
+        if not alive:
+            return None
+        moved = [rank for rank in alive if rank.pulse.beat()]
+        if moved:
+            self._life_at = now
+        if now - self._sampled_at >= self._limits.sample_every_s:
+            self._take_sample(now)
+        self._follow_stall(alive, now)
+        if self._examination_due(now):
+            self._examine_now(now)
+        return self._decide(now)
+
+    def finish(self, outcome: Outcome, exits: Sequence[RankExit], exit_code: int) -> Verdict:
+        """The last word, when all ranks are gone. A failing rank's own code goes before `exit_code`."""
+        self._gather.memory_kills()
+        self._examine_now(time.monotonic(), live=False)
+        if outcome == "failed":
+            exit_code = self._code_of_the_guilty(exits, exit_code)
+        self.verdict = replace(self.verdict, outcome=outcome, exit_code=exit_code)
+        self.verdict.write(self._run_dir.verdict)
+        for rank in self._ranks.values():
+            rank.pulse.close()
+        self._gather.close()
+        self.events.close()
+        return self.verdict
+
+    def note_stop(self, why: str) -> None:
+        """Records why the job is being ended, for the rules."""
+        self.events.write("stopped", why=why)
+
+    @property
+    def stalled(self) -> bool:
+        return self._stall is not None and self._stall.examined
+
+    def _code_of_the_guilty(self, exits: Sequence[RankExit], otherwise: int) -> int:
+        named = [rank for finding in self.verdict.findings if finding.severity == "error" for rank in finding.ranks]
+        failed = {exit.rank: exit.exit_code for exit in exits if exit.failed and exit.signalled_at is None}
+        return next((failed[rank] for rank in named if rank in failed), otherwise)
+
+    def _alive(self) -> list[_Rank]:
+        return [rank for rank in self._ranks.values() if rank.exit is None]
+
+    def _pids(self) -> dict[int, int]:
+        return {rank.rank: rank.pid for rank in self._alive()}
+
+    # Crashes.
+
+    def _on_first_failure(self, exit: RankExit) -> None:
+        if exit.signal is not None:
+            self._gather.memory_kills()
+        survivors = self._pids()
+        self._gather.sample(survivors)
+        self._gather.stacks(survivors, timeout_s=0.5)
+        self._gather.taken_port(exit.rank)
+        self._examine_now(time.monotonic())
+
+    # Stalls.
+
+    def _threshold(self, rank: _Rank) -> float:
+        steps = [seconds for r in self._ranks.values() if (seconds := r.pulse.step_seconds()) is not None]
+        if steps:
+            return max(self._limits.stall_floor_s, self._limits.stall_steps * statistics.median(steps))
+        return self._limits.stall_while_peers_wait_s if rank.pulse.has_ring else self._limits.stall_before_first_step_s
+
+    def _quiet_ranks(self, alive: list[_Rank], now: float) -> list[_Rank]:
+        return [rank for rank in alive if now - rank.pulse.last_at > self._threshold(rank)]
+
+    def _follow_stall(self, alive: list[_Rank], now: float) -> None:
+        quiet = self._quiet_ranks(alive, now)
+        if self._stall is None:
+            if quiet and self._suspicious(quiet, now):
+                since = min(rank.pulse.last_at for rank in quiet)
+                self._stall = _Stall(since, self._threshold(quiet[0]), now, line_due=since + self._limits.say_every_s)
+                self._gather.sample(self._pids())
+                self._gather.stacks(self._pids())
+                self._gather.flight(self._pids())
+            return
+        stall = self._stall
+        if not quiet:
+            self._withdraw(stall, now)
+        elif stall.rounds == 1 and now - stall.gathered_at >= self._limits.second_round_after_s:
+            self._confirm(stall, now)
+        elif now - stall.gathered_at >= self._limits.gather_again_s * min(8, stall.rounds):
+            stall.rounds += 1
+            stall.gathered_at = now
+            self._gather.stacks(self._pids())
+            self._gather.flight(self._pids())
+            self._examine_now(now)
+        if now >= stall.line_due:
+            stall.line_due = now + self._limits.say_every_s
+            line = waiting.waiting_line(self._standings(), now)
+            if line is not None:
+                self._say(line)
+
+    def _suspicious(self, quiet: list[_Rank], now: float) -> bool:
+        """Before the first step long silence is normal (imports, compilation), unless peers already wait."""
+        if any(rank.pulse.step_seconds() is not None for rank in self._ranks.values()):
+            return True
+        if any(now - rank.pulse.last_at > self._limits.stall_before_first_step_s for rank in quiet):
+            return True
+        return any(standing.waits for standing in self._standings())
+
+    def _confirm(self, stall: _Stall, now: float) -> None:
+        stall.rounds = 2
+        stall.gathered_at = now
+        stall.examined = True
+        self._take_sample(now)
+        self._gather.stacks(self._pids())
+        self.events.write("stall", since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since)
+        self._examine_now(time.monotonic())
+
+    def _withdraw(self, stall: _Stall, now: float) -> None:
+        self._stall = None
+        if not stall.examined:
+            return
+        self.events.write("stall_withdrawn", after_s=now - stall.since)
+        self._shown.clear()
+        self._first_named_after.clear()
+        self._say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
+        self._examine_now(now)
+
+    def _standings(self) -> list[waiting.Standing]:
+        """Reading whole rings takes milliseconds: one reading serves a second."""
+        now = time.monotonic()
+        if now - self._standings_at > _STANDINGS_FRESH_S:
+            self._standings_at = now
+            self._last_standings = waiting.standings(
+                self._run_dir, {rank.rank: rank.started_at for rank in self._alive()}
+            )
+        return self._last_standings
+
+    def _take_sample(self, now: float) -> None:
+        self._sampled_at = now
+        samples = self._gather.sample(self._pids())
+        active = {rank for rank, seen in samples.items() if self._ranks[rank].was_active(seen)}
+        if self._stall is not None and not self._is_idle_hang(active):
+            self._life_at = now
+
+    def _is_idle_hang(self, active: set[int]) -> bool:
+        """Ranks wait, and whoever they wait for does nothing: a rank that computes or moves bytes is slow, not hung."""
+        where = self._standings()
+        working = [standing for standing in where if not standing.waits]
+        if any(standing.rank in active for standing in working):
+            return False
+        return len(working) < len(where) or any(standing.phase in waiting.NEVER_IDLE_PHASES for standing in working)
+
+    # Examinations and decisions.
+
+    def _examination_due(self, now: float) -> bool:
+        pause = max(self._limits.examine_every_s, self._examine_cost_s / self._limits.examine_cost_share)
+        if self._early_exit_at is not None and now - self._early_exit_at > 0.5:
+            self._early_exit_at = None
+            return True
+        return now - self._examined_at >= pause
+
+    def _examine_now(self, now: float, *, live: bool = True) -> None:
+        began = time.monotonic()
+        verdict = self._examine(self._run_dir, live)
+        self._examined_at = time.monotonic()
+        self._examine_cost_s = self._examined_at - began
+        for finding in verdict.findings:
+            self._time_it(finding, now)
+        changed = verdict.to_json() != self.verdict.to_json()
+        self.verdict = verdict
+        if changed or not self._run_dir.verdict.exists():
+            verdict.write(self._run_dir.verdict)
+        if live:
+            self._show_new(verdict)
+
+    def _time_it(self, finding: Finding, now: float) -> None:
+        """Keeps the time of the first naming: a later examination of the same fault found nothing new."""
+        key = (finding.code, tuple(finding.ranks))
+        if key not in self._first_named_after:
+            began = self._stall.since if self._stall is not None else self._first_failure_at()
+            if finding.seconds_to_detect is None and began is None:
+                return
+            self._first_named_after[key] = (
+                finding.seconds_to_detect if finding.seconds_to_detect is not None else now - (began or now)
+            )
+        finding.seconds_to_detect = round(self._first_named_after[key], 3)
+
+    def _first_failure_at(self) -> float | None:
+        times = [r.exit.at_monotonic for r in self._ranks.values() if r.exit is not None and r.exit.failed]
+        return min(times, default=None)
+
+    def _show_new(self, verdict: Verdict) -> None:
+        """Says each finding once. An error is shown by whoever ends the job, with the final verdict."""
+        fresh = []
+        for finding in verdict.findings:
+            key = (finding.code, tuple(finding.ranks), finding.location)
+            if finding.severity == "warning" and key not in self._shown:
+                self._shown.add(key)
+                fresh.append(finding)
+        if fresh:
+            self._show(replace(verdict, findings=fresh))
+
+    def _decide(self, now: float) -> Ending | None:
+        proven = [f for f in self.verdict.findings if f.severity == "error" and f.certainty == "proven"]
+        if proven:
+            return self._end_proven(proven[0], now)
+        self._proven_at = None
+        kill_after = self._limits.kill_after_s
+        if kill_after and self._stall is not None and now - self._life_at > kill_after:
+            why = f"hang: no progress for {now - self._life_at:.0f} s (hang_kill_after_s is {kill_after:g})"
+            self.note_stop(why)
+            self._take_sample(now)
+            self._gather.stacks(self._pids())
+            self._examine_now(now)
+            self._raise_to_error()
+            return Ending(why)
+        return None
+
+    def _end_proven(self, finding: Finding, now: float) -> Ending | None:
+        """A rank that fails by itself gets a moment to end with its own exit code."""
+        if self._proven_at is None:
+            self._proven_at = now
+        dies_by_itself = finding.code[:3] in ("MC1", "MC3", "MC5") and any(
+            rank in self._pids() for rank in finding.ranks
+        )
+        if dies_by_itself and now - self._proven_at < self._limits.own_exit_s:
+            return None
+        why = f"{finding.code}: {finding.title}"
+        self.note_stop(f"proven: {why}")
+        return Ending(why)
+
+    def _raise_to_error(self) -> None:
+        """The stall has outlived its patience: what was a warning is now why the job ends."""
+        if self.verdict.findings and self.verdict.findings[0].severity == "warning":
+            self.verdict.findings[0].severity = "error"
+            self.verdict.write(self._run_dir.verdict)

@@ -1,0 +1,111 @@
+"""Who waits for whom, in one sentence: "rank 0 has been saving a checkpoint for 31 s; 7 ranks wait for it".
+
+Reads the rings' open spans. This is for the line in the terminal while a job is slow; naming a fault is the work of
+the rules.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from model_check.rundir import RunDir
+from model_check.rundir.ring import read_ring
+
+WAITING_PHASES = frozenset({"collective", "p2p", "barrier", "init", "store", "gate"})
+# A process that sleeps for minutes in one of these is stuck, even where no other rank waits for it.
+NEVER_IDLE_PHASES = frozenset({"data", "save", "load", "hub", "tracker", "input"})
+
+_DOING = {
+    "start": "starting",
+    "import": "importing",
+    "init": "joining the process group",
+    "data": "loading data",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+    "save": "saving a checkpoint",
+    "load": "loading a checkpoint",
+    "hub": "downloading from the hub",
+    "tracker": "starting the experiment tracker",
+    "eval": "evaluating",
+    "compile": "compiling",
+    "model": "building the model",
+    "input": "waiting for standard input",
+    "exit": "exiting",
+}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank is in the middle of, and since when (CLOCK_MONOTONIC seconds)."""
+
+    rank: int
+    phase: str
+    since: float
+    site: str = ""
+    op: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """It waits for other ranks."""
+        return self.phase in WAITING_PHASES
+
+
+def standings(run_dir: RunDir, since_start: Mapping[int, float]) -> list[Standing]:
+    """Where each of the given ranks stands. A rank outside any span, or without a ring, is in code of its own."""
+    found = []
+    for rank, started_at in since_start.items():
+        reading = read_ring(run_dir.ring(rank))
+        open_spans = [
+            crumb for crumb in reading.open_spans() if crumb.thread == reading.header.get("pid", crumb.thread)
+        ]
+        if open_spans:
+            inner = open_spans[-1]
+            op = inner.op if inner.op != "none" else ""
+            found.append(Standing(rank, inner.phase, inner.time_ns / 1e9, inner.site, op))
+        else:
+            last = reading.crumbs[-1] if reading.crumbs else None
+            since = last.time_ns / 1e9 if last else started_at
+            found.append(Standing(rank, "none" if reading.header else "start", since, last.site if last else ""))
+    return found
+
+
+def waiting_line(where: Sequence[Standing], now: float) -> str | None:
+    """The sentence, or None where nobody is known to wait for anybody."""
+    waiting = [standing for standing in where if standing.waits]
+    working = [standing for standing in where if not standing.waits]
+    if not where:
+        return None
+    if working:
+        groups: dict[str, list[Standing]] = defaultdict(list)
+        for standing in working:
+            groups[standing.phase].append(standing)
+        phase, slowest = min(groups.items(), key=lambda item: min(s.since for s in item[1]))
+        doing = _DOING.get(phase) or "in its own code" + (f" after {slowest[0].site}" if slowest[0].site else "")
+        seconds = now - min(s.since for s in slowest)
+        sentence = f"{name_ranks([s.rank for s in slowest])} been {doing} for {seconds:.0f} s"
+        if not waiting:
+            return sentence
+        it = "it" if len(slowest) == 1 else "them"
+        return f"{sentence}; {len(waiting)} rank{'s wait' if len(waiting) > 1 else ' waits'} for {it}"
+    places: dict[str, list[int]] = defaultdict(list)
+    for standing in waiting:
+        places[f"{standing.op or standing.phase} at {standing.site}" if standing.site else standing.phase].append(
+            standing.rank
+        )
+    seconds = now - max(s.since for s in waiting)
+    who = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {_list(ranks)} in {place}" for place, ranks in places.items())
+    return f"every rank has been waiting for another for {seconds:.0f} s: {who}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """The subject of a sentence in the perfect tense: `rank 3 has`, `ranks 0, 2 have`."""
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {_list(ranks)} have"
+
+
+def _list(ranks: Sequence[int]) -> str:
+    if len(ranks) > 6:
+        return f"{', '.join(map(str, ranks[:5]))} and {len(ranks) - 5} more"
+    return ", ".join(map(str, ranks))

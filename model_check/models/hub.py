@@ -1,0 +1,80 @@
+"""Where a pretrained model lives: a local folder, or a hub id that is fetched once into the hub's own cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from model_check.errors import HubUnavailable, ModelError
+
+CONFIG_FILE = "config.json"
+_CONFIG_ONLY = [CONFIG_FILE]
+_WITH_WEIGHTS = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PROBE_SECONDS = 1.0
+
+
+def pretrained_folder(source: str | Path, *, weights: bool) -> Path:
+    """The local folder of `source`; with `weights` false only its config.json is fetched."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if not (folder / CONFIG_FILE).is_file():
+            raise ModelError(
+                f"{folder} has no {CONFIG_FILE}",
+                remedy="name a Hugging Face model folder, or convert the weights",
+            )
+        return folder
+    if not _HUB_ID.fullmatch(str(source)) or str(source).startswith("."):
+        raise ModelError(
+            f"there is no model folder {source}", remedy="check the path, or pass a hub id like owner/name"
+        )
+    return _fetch(str(source), _WITH_WEIGHTS if weights else _CONFIG_ONLY)
+
+
+def _fetch(hub_id: str, patterns: list[str]) -> Path:
+    # The hub's client takes a noticeable part of a second to import, and most runs read a local folder.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    offline = constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT)
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=offline))
+    except LocalEntryNotFoundError as error:
+        raise HubUnavailable(
+            f"{hub_id} is neither a folder nor in the local hub cache, and {constants.ENDPOINT} cannot be reached",
+            remedy="fetch it where there is a network and pass its folder, or train from scratch: model.init=random",
+        ) from error
+    except GatedRepoError as error:
+        raise HubUnavailable(
+            f"{hub_id} is gated, and HF_TOKEN {'does not open it' if os.environ.get('HF_TOKEN') else 'is not set'}",
+            remedy="accept its licence on the hub and export HF_TOKEN with read permission",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise HubUnavailable(
+            f"the hub has no model {hub_id} that we may see", remedy="check the name, and HF_TOKEN if it is private"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise HubUnavailable(
+            f"{hub_id} could not be fetched from {constants.ENDPOINT}: {type(error).__name__}",
+            remedy="try again, or pass a local folder",
+        ) from error
+
+
+def _reachable(endpoint: str) -> bool:
+    """A look at the port before the client spends half a minute on retries; through a proxy, at the proxy's."""
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    address = urlsplit(proxy or endpoint)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        with socket.create_connection((address.hostname or "", port), timeout=_PROBE_SECONDS):
+            return True
+    except OSError:
+        return False

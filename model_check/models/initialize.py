@@ -1,0 +1,69 @@
+"""Builds a model without ever holding it twice, with weights that depend on the seed and their names alone.
+
+Each parameter draws from a generator of its own, seeded by (seed, name): whichever rank holds it, in whatever order
+parameters are made, it gets the same values on the same kind of device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from model_check.config.shapes import ModelShape
+from model_check.models.llama import Llama, RMSNorm
+
+DEFAULT_INIT_STD = 0.02
+_ADDS_TO_RESIDUAL = ("attention.wo.weight", "feed_forward.w2.weight")
+
+
+def build_model(
+    shape: ModelShape,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    init_std: float = DEFAULT_INIT_STD,
+    attention_backend: str = "auto",
+) -> Llama:
+    """A model of this shape on this device, initialised from the seed."""
+    model = build_empty_model(shape, device, dtype, attention_backend)
+    initialize(model, seed=seed, init_std=init_std)
+    return model
+
+
+def build_empty_model(
+    shape: ModelShape,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention_backend: str = "auto",
+) -> Llama:
+    """The same with its memory allocated and its weights undefined: for a caller who fills every one of them."""
+    with torch.device("meta"):
+        model = Llama(shape, attention_backend)
+    return model.to(dtype).to_empty(device=device)
+
+
+@torch.no_grad()
+def initialize(model: Llama, *, seed: int, init_std: float = DEFAULT_INIT_STD) -> None:
+    """Norms to one; matrices normal with `init_std`, narrower by sqrt(2 * layers) where they add to the residual."""
+    norm_weights = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in norm_weights:
+            nn.init.ones_(parameter)
+            continue
+        narrow = name.endswith(_ADDS_TO_RESIDUAL)
+        std = init_std / math.sqrt(2 * model.shape.num_layers) if narrow else init_std
+        parameter.copy_(_normal(parameter, std, _seed_of(seed, name)))
+
+
+def _normal(like: Tensor, std: float, seed: int) -> Tensor:
+    """Drawn in float32, so that a bf16 model is the rounding of the float32 one."""
+    generator = torch.Generator(device=like.device).manual_seed(seed)
+    return torch.empty(like.shape, dtype=torch.float32, device=like.device).normal_(0.0, std, generator=generator)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,166 @@
+"""The black box of this process: its ring and its events, once it is known which rank it is.
+
+There is one, `BOX`. While `BOX.recorder` is None nothing is recorded and every wrapper calls straight through: in a
+launcher, in a helper process, in the child of a fork. A forked child never writes to its parent's ring; it opens one of
+its own if it turns out to be a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model_check.observe.instrument.frames import UserCode
+from model_check.observe.recorder import DTYPE, OP, PHASE, Recorder
+from model_check.rundir.files import JsonlWriter
+from model_check.rundir.paths import RunDir
+from model_check.rundir.ring import BEGIN, END, POINT, kind, read_header
+
+RANK_PID_VARIABLE = "MODEL_CHECK_RANK_PID"
+_STEP_KIND = kind(POINT, PHASE["step"])
+_NO_SITE = (0, 0, 0)
+
+
+class _PerThread(threading.local):
+    """How deep this thread is inside wrapped collectives: only the outermost is recorded."""
+
+    depth = 0
+
+
+class BlackBox:
+    """What this process records, and where."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.run_dir: RunDir | None = None
+        self.code = UserCode()
+        self.thread = _PerThread()
+        self.may_adopt = False  # a lone script becomes rank 0 of 1 with its first training step
+        self.last_site: tuple[int, int, int] = _NO_SITE
+        self._events: JsonlWriter | None = None
+        self._lock = threading.Lock()
+
+    # Opening and leaving
+
+    def open(self, rank: int, **identity: Any) -> None:
+        """Starts recording as this rank. Opening again as the same rank only adds to what is known about it."""
+        with self._lock:
+            if self.run_dir is None:
+                return
+            if self.recorder is not None and self.recorder.rank == rank:
+                self.recorder.identify(**identity)
+                return
+            self.leave()
+            self.recorder = Recorder(self.run_dir.ring(rank), rank=rank, **{**self._identity(), **identity})
+            self._events = JsonlWriter(self.run_dir.events(rank))
+            self.may_adopt = False
+            # Inherited by every process that this one starts: they are not this rank.
+            os.environ[RANK_PID_VARIABLE] = str(os.getpid())
+
+    def _identity(self) -> dict[str, Any]:
+        environ = os.environ
+        return {
+            "world_size": whole_number(environ, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
+            "local_rank": whole_number(environ, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+            "attempt": whole_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
+            "role": "rank",
+            "ppid": os.getppid(),
+            "python": sys.version.split()[0],
+            "script": self.code.script,
+            "cwd": self.code.cwd,
+            "argv": _shown_argv(),
+            "torch": None,
+            "backend": None,
+            "service": None,
+            "stack_signal": None,
+        }
+
+    def leave(self) -> None:
+        """Stops recording here; the files stay as they are."""
+        self.recorder = None
+        self.last_site = _NO_SITE
+        self.thread = _PerThread()
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def adopt(self) -> Recorder | None:
+        """A script that trains without ever being told a rank is rank 0 of 1, unless another process is rank 0."""
+        if not self.may_adopt or self.run_dir is None:
+            return self.recorder
+        self.may_adopt = False
+        holder = read_header(self.run_dir.ring(0)).get("pid")
+        if holder is None or not Path(f"/proc/{holder}").exists():
+            self.open(0, world_size=1, local_rank=0)
+        return self.recorder
+
+    # Records
+
+    def site(self, recorder: Recorder, depth: int = 2) -> tuple[int, int, int]:
+        """(file id, line, function id) of the user's line above the caller; the last known one on a thread without."""
+        found = self.code.innermost(sys._getframe(depth))
+        if found is None:
+            return self.last_site
+        intern = recorder.intern
+        self.last_site = site = (intern(found[0]), found[1], intern(found[2]))
+        return site
+
+    def begin(self, recorder: Recorder, phase: str, *, op: str = "none", detail: str = "", depth: int = 3) -> int:
+        file, line, function = self.site(recorder, depth)
+        return recorder.put(kind(BEGIN, PHASE[phase], OP[op]), file, line, function, recorder.intern(detail))
+
+    def end(self, recorder: Recorder, span: int, phase: str, *, op: str = "none", detail: str = "") -> None:
+        if recorder is self.recorder:
+            recorder.put(kind(END, PHASE[phase], OP[op]), 0, 0, 0, recorder.intern(detail), span)
+
+    def step_done(self, recorder: Recorder) -> None:
+        recorder.put(_STEP_KIND, *self.last_site)
+        recorder.steps += 1
+
+    # Events
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Appends to the rank's events; says nothing once another process has become this rank."""
+        events, recorder = self._events, self.recorder
+        if events is not None and recorder is not None and recorder.is_current():
+            events.write({"t": time.monotonic(), "event": name, "pid": os.getpid(), **fields})
+
+
+BOX = BlackBox()
+
+
+def whole_number(environ: Mapping[str, str], *names: str) -> int | None:
+    """The first of these variables that is a whole number."""
+    for name in names:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
+def rank_from_environment(environ: Mapping[str, str]) -> int | None:
+    """This process's rank as its launcher says it: torchrun's variables, Slurm's, or Open MPI's."""
+    for rank, size in (
+        ("RANK", "WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ):
+        if whole_number(environ, size) is not None and (found := whole_number(environ, rank)) is not None:
+            return found
+    return None
+
+
+def _shown_argv() -> list[str]:
+    try:
+        from model_check.observe.environment import redact_argv
+    except ImportError:
+        # The script's environment lacks what that file needs: better no arguments than a secret among them.
+        return sys.orig_argv[:1]
+    return redact_argv(sys.orig_argv, os.environ)
+
+
+__all__ = ["BOX", "DTYPE", "OP", "PHASE", "BlackBox", "rank_from_environment", "whole_number"]

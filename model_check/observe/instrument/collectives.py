@@ -1,0 +1,302 @@
+"""Every call of torch.distributed that waits for other ranks: collectives, point-to-point, barriers, Work.wait.
+
+Only the outermost call of a thread is recorded: all_gather_object is one record, not the gathers it is made of.
+Collectives that C++ starts (DDP's reducer, functional collectives in compiled code) are seen in `native`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from model_check.observe.instrument.box import BOX, DTYPE, OP, PHASE
+from model_check.observe.instrument.exceptions import NOTES
+from model_check.observe.instrument.groups import GROUPS, Group
+from model_check.observe.recorder import Recorder
+from model_check.rundir.ring import BEGIN, END, FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS, kind
+
+_DTYPES = {getattr(torch, name): code for name, code in DTYPE.items() if hasattr(torch, name)}
+_OTHER_DTYPE = DTYPE["other"]
+_NO_TENSOR = (0, 0, 0, 0, 0, 0, 0)
+_REMEMBERED_WORKS = 4096
+
+
+@dataclass(frozen=True)
+class Call:
+    """How to read the arguments of one function: (position, name) of each thing worth recording."""
+
+    op: str
+    tensor: tuple[int, str] | None = None
+    group: tuple[int, str] = (99, "group")
+    async_op: tuple[int, str] = (99, "async_op")
+    peer: tuple[int, str] | None = None
+    always_async: bool = False
+    phase: str = "collective"
+
+
+_T0 = (0, "tensor")
+CALLS = {
+    "all_reduce": Call("all_reduce", _T0, (2, "group"), (3, "async_op")),
+    "all_reduce_coalesced": Call("all_reduce", (0, "tensors"), (2, "group"), (3, "async_op")),
+    "broadcast": Call("broadcast", _T0, (2, "group"), (3, "async_op"), (1, "src")),
+    "reduce": Call("reduce", _T0, (3, "group"), (4, "async_op"), (1, "dst")),
+    "all_gather": Call("all_gather", (1, "tensor"), (2, "group"), (3, "async_op")),
+    "all_gather_into_tensor": Call("all_gather", (1, "input_tensor"), (2, "group"), (3, "async_op")),
+    "all_gather_single": Call("all_gather", (1, "input_tensor"), (2, "group"), (3, "async_op")),
+    "_all_gather_base": Call("all_gather", (1, "input_tensor"), (2, "group"), (3, "async_op")),
+    "all_gather_coalesced": Call("all_gather", (1, "input_tensor_list"), (2, "group"), (3, "async_op")),
+    "gather": Call("gather", _T0, (3, "group"), (4, "async_op"), (2, "dst")),
+    "scatter": Call("scatter", _T0, (3, "group"), (4, "async_op"), (2, "src")),
+    "reduce_scatter": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op")),
+    "reduce_scatter_tensor": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op")),
+    "reduce_scatter_single": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op")),
+    "_reduce_scatter_base": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op")),
+    "all_to_all": Call("all_to_all", (1, "input_tensor_list"), (2, "group"), (3, "async_op")),
+    "all_to_all_single": Call("all_to_all", (1, "input"), (4, "group"), (5, "async_op")),
+    "barrier": Call("barrier", None, (0, "group"), (1, "async_op"), phase="barrier"),
+    "monitored_barrier": Call("monitored_barrier", None, (0, "group"), phase="barrier"),
+    "all_gather_object": Call("all_gather_object", None, (2, "group")),
+    "gather_object": Call("gather_object", None, (3, "group"), peer=(2, "dst")),
+    "broadcast_object_list": Call("broadcast_object", None, (2, "group"), peer=(1, "src")),
+    "scatter_object_list": Call("scatter_object", None, (3, "group"), peer=(2, "src")),
+    "send": Call("send", _T0, (2, "group"), peer=(1, "dst"), phase="p2p"),
+    "recv": Call("recv", _T0, (2, "group"), peer=(1, "src"), phase="p2p"),
+    "isend": Call("send", _T0, (2, "group"), peer=(1, "dst"), phase="p2p", always_async=True),
+    "irecv": Call("recv", _T0, (2, "group"), peer=(1, "src"), phase="p2p", always_async=True),
+    "send_object_list": Call("send", None, (2, "group"), peer=(1, "dst"), phase="p2p"),
+    "recv_object_list": Call("recv", None, (2, "group"), peer=(1, "src"), phase="p2p"),
+}
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[int, str] | None) -> Any:
+    if where is None:
+        return None
+    return args[where[0]] if where[0] < len(args) else kwargs.get(where[1])
+
+
+def _peer(args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, group: Group) -> int:
+    """The root or the other side as a global rank; -1 where there is none or any will do."""
+    if call.peer is None:
+        return -1
+    peer = _argument(args, kwargs, call.peer)
+    if peer is None:
+        return group.global_rank(kwargs.get(f"group_{call.peer[1]}"))
+    return peer if isinstance(peer, int) else -1
+
+
+def describe_tensor(tensor: Any) -> tuple[int, int, int, int, int, int, int]:
+    """(dtype, bytes, number of dimensions, the first four) of a tensor, or of the first of a list of tensors."""
+    if isinstance(tensor, (list, tuple)):
+        if not tensor:
+            return _NO_TENSOR
+        dtype, _, *shape = describe_tensor(tensor[0])
+        nbytes = sum(part.nbytes for part in tensor if isinstance(part, torch.Tensor))
+        return (dtype, nbytes, *shape)  # type: ignore[return-value]
+    if not isinstance(tensor, torch.Tensor):
+        return _NO_TENSOR
+    shape = tensor.shape
+    d0, d1, d2, d3 = (*shape[:MAX_DIMS], 0, 0, 0, 0)[:MAX_DIMS]
+    return _DTYPES.get(tensor.dtype, _OTHER_DTYPE), tensor.nbytes, min(len(shape), 255), d0, d1, d2, d3
+
+
+@dataclass
+class Issued:
+    """A call that has been written down, for its END and for the wait on its Work."""
+
+    recorder: Recorder
+    span: int
+    phase: int
+    op: int
+    group: Group
+    seq: int
+    peer: int
+
+
+def begin(
+    recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, peer: int, flags: int, depth: int = 3
+) -> Issued:
+    """Writes the BEGIN of a collective or a message; its sequence number in the group is counted here."""
+    op_code, phase_code = OP[op], PHASE[phase]
+    detail = 0
+    if phase == "p2p":
+        seq = group.next_message(op_code, peer)
+    else:
+        seq, detail = group.next_collective()
+    file, line, function = BOX.site(recorder, depth)
+    dtype, nbytes, ndim, d0, d1, d2, d3 = describe_tensor(tensor)
+    span = recorder.put_collective(
+        kind(BEGIN, phase_code, op_code, dtype),
+        file,
+        line,
+        function,
+        detail,
+        peer,
+        seq,
+        group.id,
+        flags,
+        nbytes,
+        ndim,
+        d0,
+        d1,
+        d2,
+        d3,
+    )
+    return Issued(recorder, span, phase_code, op_code, group, seq, peer)
+
+
+def end(issued: Issued, detail: str = "") -> None:
+    recorder = issued.recorder
+    if recorder is BOX.recorder:
+        recorder.put(kind(END, issued.phase, issued.op), 0, 0, 0, recorder.intern(detail) if detail else 0, issued.span)
+
+
+def recorded(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """The same function, written down before it runs."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        recorder = BOX.recorder
+        thread = BOX.thread
+        if recorder is None or thread.depth:
+            return original(*args, **kwargs)
+        group = GROUPS.find(recorder, _argument(args, kwargs, call.group)) if torch.distributed.is_initialized() else None
+        if group is None:
+            return original(*args, **kwargs)
+        NOTES.moved_on()
+        flags = FLAG_ASYNC if call.always_async or _argument(args, kwargs, call.async_op) else 0
+        tensor = _argument(args, kwargs, call.tensor)
+        issued = begin(recorder, call.op, call.phase, group, tensor, _peer(args, kwargs, call, group), flags)
+        thread.depth = 1
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            end(issued, f"raised {type(error).__name__}")
+            NOTES.left_a_call(error, call.op)
+            raise
+        finally:
+            thread.depth = 0
+        end(issued)
+        if flags and result is not None:
+            WORKS.remember(result, issued)
+        return result
+
+    wrapper._model_check_original = original  # type: ignore[attr-defined]
+    return wrapper
+
+
+class _Works:
+    """Which call a Work came from. By id, because a Work takes no attributes; a stale entry is overwritten."""
+
+    def __init__(self) -> None:
+        self._issued: dict[int, Issued] = {}
+
+    def remember(self, work: Any, issued: Issued) -> None:
+        if len(self._issued) >= _REMEMBERED_WORKS:
+            self._issued.clear()
+        self._issued[id(work)] = issued
+
+    def take(self, work: Any) -> Issued | None:
+        return self._issued.pop(id(work), None)
+
+
+WORKS = _Works()
+
+
+def wait_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Work.wait with a record of what is waited for."""
+
+    @functools.wraps(original)
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder, thread = BOX.recorder, BOX.thread
+        if recorder is None or thread.depth:
+            return original(work, *args, **kwargs)
+        issued = WORKS.take(work)
+        if issued is None or issued.recorder is not recorder:
+            return original(work, *args, **kwargs)
+        file, line, function = BOX.site(recorder)
+        span = recorder.put_collective(
+            kind(BEGIN, issued.phase, issued.op),
+            file,
+            line,
+            function,
+            recorder.intern("wait"),
+            issued.peer,
+            issued.seq,
+            issued.group.id,
+            FLAG_ASYNC,
+            *_NO_TENSOR[1:],
+        )
+        waiting = Issued(recorder, span, issued.phase, issued.op, issued.group, issued.seq, issued.peer)
+        try:
+            result = original(work, *args, **kwargs)
+        except BaseException as error:
+            end(waiting, f"raised {type(error).__name__}")
+            NOTES.left_a_call(error, "wait")
+            raise
+        end(waiting, "wait")
+        return result
+
+    return wait
+
+
+def batch_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """batch_isend_irecv: one span, and a record of each message in it."""
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        recorder, thread = BOX.recorder, BOX.thread
+        if recorder is None or thread.depth or not isinstance(p2p_op_list, list) or not p2p_op_list:
+            return original(p2p_op_list)
+        NOTES.moved_on()
+        span = BOX.begin(recorder, "p2p", op="batch_p2p", detail=f"{len(p2p_op_list)} messages")
+        messages = [message for op in p2p_op_list if (message := _issue_message(recorder, op)) is not None]
+        thread.depth = 1
+        try:
+            works = original(p2p_op_list)
+        except BaseException as error:
+            BOX.end(recorder, span, "p2p", op="batch_p2p", detail=f"raised {type(error).__name__}")
+            NOTES.left_a_call(error, "batch_p2p")
+            raise
+        finally:
+            thread.depth = 0
+        BOX.end(recorder, span, "p2p", op="batch_p2p")
+        for work, message in zip(works, messages, strict=False):
+            WORKS.remember(work, message)
+        return works
+
+    return batch_isend_irecv
+
+
+def _issue_message(recorder: Recorder, op: Any) -> Issued | None:
+    name = getattr(getattr(op, "op", None), "__name__", "")
+    group = GROUPS.find(recorder, getattr(op, "group", None))
+    if group is None or name not in ("isend", "irecv"):
+        return None
+    issued = begin(recorder, name[1:], "p2p", group, op.tensor, getattr(op, "peer", -1), FLAG_ASYNC, depth=4)
+    end(issued)
+    return issued
+
+
+def native(recorder: Recorder, op: str, phase: str, process_group: Any, tensor: Any, peer: int | None) -> Issued | None:
+    """A call that C++ makes: asynchronous as far as Python can see."""
+    group = GROUPS.find(recorder, process_group)
+    if group is None:
+        return None
+    return begin(recorder, op, phase, group, tensor, group.global_rank(peer), FLAG_NATIVE | FLAG_ASYNC, depth=4)
+
+
+def patch(c10d: ModuleType) -> None:
+    """torch.distributed.distributed_c10d, right after its import."""
+    for name, call in CALLS.items():
+        original = getattr(c10d, name, None)
+        if original is not None:
+            setattr(c10d, name, recorded(original, call))
+    c10d.batch_isend_irecv = batch_recorded(c10d.batch_isend_irecv)
+    c10d.Work.wait = wait_recorded(c10d.Work.wait)

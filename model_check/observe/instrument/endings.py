@@ -1,0 +1,170 @@
+"""How the process ends: the exception, exit call or return that the launcher sees only as an exit code.
+
+Everything is chained, nothing replaced: torchelastic's error files, rich's tracebacks and a script's own hooks still
+run. Nothing here communicates; a failing rank writes locally.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from model_check.observe.instrument import memory
+from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.exceptions import NOTES, summarize
+from model_check.observe.instrument.spans import is_wrapped
+
+
+class _Ending:
+    """What is known so far about how this process ends."""
+
+    def __init__(self) -> None:
+        self.exception: int | None = None  # id of the exception already written
+        self.exit_call: dict[str, Any] | None = None
+        self.written = False
+
+    def fail(self, error: BaseException) -> None:
+        """An exception that nobody caught."""
+        if BOX.recorder is None or isinstance(error, (SystemExit, GeneratorExit)) or self.exception == id(error):
+            return
+        self.exception = id(error)
+        NOTES.ended_with(error)
+        if isinstance(error, MemoryError) or "out of memory" in str(error) or "bad_alloc" in str(error):
+            memory.mark("memory error")
+        BOX.event("exception", handled=False, **summarize(error))
+
+    def asked(self, code: object, via: str, frame: FrameType | None) -> None:
+        """sys.exit, exit or os._exit was called, here."""
+        frames = BOX.code.describe_stack(frame)
+        self.exit_call = {"code": _exit_code(code), "via": via, "user_frame": BOX.code.user_frame(frames)}
+
+    def write(self) -> None:
+        """The last event of the process."""
+        if self.written or BOX.recorder is None:
+            return
+        self.written = True
+        last = sys.modules["sys"].__dict__.get("last_value")
+        if isinstance(last, BaseException):
+            # A hook of the script's own took our place.
+            self.fail(last)
+        memory.mark("exit")
+        if self.exception is not None:
+            BOX.event("exit", code=1, via="exception")
+        else:
+            BOX.event("exit", **(self.exit_call or {"code": 0, "via": "return"}))
+
+
+ENDING = _Ending()
+
+
+def _exit_code(code: object) -> int:
+    """What the interpreter makes of the argument of sys.exit: a text is printed and becomes 1."""
+    if code is None:
+        return 0
+    return code if isinstance(code, int) else 1
+
+
+def install() -> None:
+    sys.excepthook = _chain_excepthook(sys.excepthook)
+    threading.excepthook = _chain_thread_hook(threading.excepthook)
+    for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+        _wrap_exit(module, name)
+    _wrap_hard_exit()
+    atexit.register(ENDING.write)
+
+
+def forget_after_fork() -> None:
+    ENDING.__init__()  # type: ignore[misc]
+
+
+def _chain_excepthook(previous: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ENDING.fail(error)
+        previous(kind, error, trace)
+
+    return hook
+
+
+def _chain_thread_hook(previous: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(args: Any) -> None:
+        error = args.exc_value
+        if error is not None and BOX.recorder is not None and not isinstance(error, SystemExit):
+            # The process lives on without this thread.
+            NOTES.ended_with(error)
+            BOX.event("thread_exception", **summarize(error))
+        previous(args)
+
+    return hook
+
+
+def _wrap_exit(module: ModuleType, name: str) -> None:
+    original = getattr(module, name, None)
+    if original is None or is_wrapped(original):
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if BOX.recorder is not None and threading.current_thread() is threading.main_thread():
+            ENDING.asked(args[0] if args else kwargs.get("code"), "sys.exit", sys._getframe(1))
+        return original(*args, **kwargs)
+
+    functools.update_wrapper(call, original, assigned=("__doc__", "__name__"), updated=())
+    call._model_check_original = original  # type: ignore[attr-defined]
+    setattr(module, name, call)
+
+
+def _wrap_hard_exit() -> None:
+    original = os._exit
+    if is_wrapped(original):
+        return
+
+    @functools.wraps(original)
+    def call(status: int) -> NoReturn:
+        if BOX.recorder is not None:
+            caller = sys._getframe(1)
+            # A forked child of multiprocessing always ends this way, whatever its function did.
+            if not caller.f_code.co_filename.endswith("popen_fork.py"):
+                ENDING.asked(status, "os._exit", caller)
+            elif status and ENDING.exception is None and ENDING.exit_call is None:
+                ENDING.exit_call = {"code": status, "via": "sys.exit"}
+            ENDING.write()
+        original(status)
+
+    call._model_check_original = original  # type: ignore[attr-defined]
+    os._exit = call
+
+
+def recording_failures(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions whose caller turns every exception into an exit code, so that no hook ever sees it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            ENDING.fail(error)
+            raise
+
+    return call
+
+
+def patch_multiprocessing_process(module: ModuleType) -> None:
+    """multiprocessing.process: a Process's function fails inside a catch-all."""
+    module.BaseProcess.run = recording_failures(module.BaseProcess.run)
+
+
+def patch_torch_spawn(module: ModuleType) -> None:
+    """torch.multiprocessing.spawn: its wrapper writes the traceback to a file for the parent and exits."""
+    original = module._wrap
+
+    @functools.wraps(original)
+    def _wrap(fn: Callable[..., Any], *args: Any) -> Any:
+        return original(recording_failures(fn), *args)
+
+    module._wrap = _wrap

@@ -1,0 +1,130 @@
+"""Exceptions that a script catches and goes on from: often the reason why a rank drifts away from its peers.
+
+An exception is noted when it leaves an instrumented call, or when its handler speaks (prints, logs, calls a
+collective). If the script then goes on, the note becomes a `swallowed_exception` event; if the exception ends the
+process, it is an `exception` event instead (see endings). Only words are kept: holding on to the exception itself would
+hold on to its frames and the tensors in them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+from model_check.observe.instrument.box import BOX
+
+_MAX_SWALLOWED = 50  # a loop that fails and retries for hours must not fill the disk
+_MAX_MESSAGE = 4000
+_SHORTEST_SECRET = 6
+# Control flow, not faults.
+_ORDINARY = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt, ImportError)
+
+
+def summarize(error: BaseException) -> dict[str, Any]:
+    """An exception as an event carries it."""
+    frames = BOX.code.describe_traceback(error.__traceback__)
+    summary: dict[str, Any] = {
+        "type": type(error).__name__,
+        "message": _shown(str(error)),
+        "frames": frames,
+        "user_frame": BOX.code.user_frame(frames),
+        "thread": threading.current_thread().name,
+    }
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None and cause is not error:
+        cause_frames = BOX.code.describe_traceback(cause.__traceback__)
+        summary["cause"] = {
+            "type": type(cause).__name__,
+            "message": _shown(str(cause)),
+            "user_frame": BOX.code.user_frame(cause_frames),
+        }
+    return summary
+
+
+def _shown(message: str) -> str:
+    try:
+        from model_check.observe.environment import looks_secret, redact_text
+    except ImportError:
+        # The script's environment lacks what that file needs; the script prints this message itself.
+        return message[:_MAX_MESSAGE]
+    secrets = [value for name, value in os.environ.items() if looks_secret(name) and len(value) >= _SHORTEST_SECRET]
+    return redact_text(message[:_MAX_MESSAGE], secrets)
+
+
+class Notes:
+    """Per thread, the exception that was last seen leaving a call and has not yet ended the process."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._written = 0
+
+    def left_a_call(self, error: BaseException, where: str) -> None:
+        """An instrumented call raised. Its callers may still let it through."""
+        self._note(error, {"during": where, "t_raised": time.monotonic()})
+
+    def _note(self, error: BaseException, facts: dict[str, Any]) -> None:
+        if isinstance(error, _ORDINARY) or self._written >= _MAX_SWALLOWED:
+            return
+        thread = threading.get_ident()
+        known = self._pending.get(thread)
+        if known is not None and known[0] == id(error):
+            return
+        self._pending[thread] = (id(error), {**summarize(error), **facts})
+
+    def moved_on(self) -> None:
+        """The thread begins something new: whatever was pending and is no longer being handled was swallowed."""
+        handled = sys.exc_info()[1]
+        if handled is not None:
+            self._note(handled, {"during": "handler", "t_raised": time.monotonic()})
+        if self._pending:
+            self._settle(handled)
+
+    def _settle(self, handled: BaseException | None) -> None:
+        thread = threading.get_ident()
+        pending = self._pending.get(thread)
+        if pending is None or (handled is not None and id(handled) == pending[0]):
+            return
+        del self._pending[thread]
+        self._written += 1
+        BOX.event("swallowed_exception", handled=True, **pending[1])
+
+    def ended_with(self, error: BaseException) -> None:
+        """This exception ends the thread: it was not swallowed. One that was pending before it was."""
+        pending = self._pending.get(threading.get_ident())
+        if pending is not None and pending[0] != id(error):
+            self._settle(error)
+        self._pending.pop(threading.get_ident(), None)
+
+    def spoke_in_handler(self) -> None:
+        handled = sys.exc_info()[1]
+        if handled is not None and BOX.recorder is not None:
+            self._note(handled, {"during": "handler", "t_raised": time.monotonic()})
+
+    def forget(self) -> None:
+        """In the child of a fork: these were the parent's."""
+        self._pending.clear()
+        self._written = 0
+
+
+NOTES = Notes()
+
+
+def listen_to(stream: TextIO | None) -> None:
+    """Notes the exception being handled whenever something is written: handlers print and log what they swallow."""
+    if stream is None:
+        return
+    write = stream.write
+
+    def heard(text: str) -> int:
+        if sys.exc_info()[1] is not None:
+            NOTES.spoke_in_handler()
+        return write(text)
+
+    try:
+        stream.write = heard  # type: ignore[method-assign]
+    except AttributeError:
+        # A stream type without room for attributes: its handlers are not heard.
+        return

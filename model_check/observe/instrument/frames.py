@@ -1,0 +1,106 @@
+"""Finds the user's own line: the innermost frame that is not torch, the standard library, a package, or ourselves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_MAX_FRAMES = 60
+
+
+class UserCode:
+    """Which files are the user's, and how their paths were given to the interpreter.
+
+    The interpreter makes the path of a script absolute; people know it as they typed it, so a file in the script's
+    folder is shown relative to what was typed.
+    """
+
+    def __init__(self) -> None:
+        self.script = given_script()
+        self.cwd = os.getcwd()
+        absolute = os.path.join(self.cwd, self.script)
+        self._script_folder = os.path.dirname(absolute) + os.sep if self.script else ""
+        self._given_folder = os.path.dirname(self.script)
+        roots = {sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+        self._libraries = tuple(str(Path(root)) + os.sep for root in roots)
+        self._shown: dict[str, str | None] = {}
+
+    def shown(self, file: str) -> str | None:
+        """The path to show for a file of the user's; None for everything else."""
+        try:
+            return self._shown[file]
+        except KeyError:
+            shown = self._shown[file] = self._classify(file)
+            return shown
+
+    def _classify(self, file: str) -> str | None:
+        if file.startswith("<") or file.startswith((_PACKAGE, *self._libraries)) or any(p in file for p in _INSTALLED):
+            return None
+        torch = sys.modules.get("torch")
+        torch_file = getattr(torch, "__file__", None)
+        if torch_file and file.startswith(os.path.dirname(torch_file) + os.sep):
+            return None
+        if self._script_folder and file.startswith(self._script_folder) and not os.path.isabs(self.script):
+            return os.path.join(self._given_folder, file[len(self._script_folder) :])
+        return file
+
+    def innermost(self, frame: FrameType | None) -> tuple[str, int, str] | None:
+        """(path, line, function) of the innermost user frame from `frame` outwards."""
+        known = self._shown
+        while frame is not None:
+            code = frame.f_code
+            file = code.co_filename
+            shown = known[file] if file in known else self.shown(file)
+            if shown is not None:
+                return shown, frame.f_lineno, code.co_name
+            frame = frame.f_back
+        return None
+
+    def describe_stack(self, frame: FrameType | None) -> list[dict[str, Any]]:
+        """The frames from the outermost to `frame`, as events carry them."""
+        frames = []
+        while frame is not None:
+            frames.append(self._describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+        return frames[:_MAX_FRAMES][::-1]
+
+    def describe_traceback(self, trace: TracebackType | None) -> list[dict[str, Any]]:
+        """The frames of an exception, outermost first; the innermost ones where it is very deep."""
+        frames = []
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            frames.append((code.co_filename, trace.tb_lineno, code.co_name))
+            trace = trace.tb_next
+        return [self._describe(*frame) for frame in frames[-_MAX_FRAMES:]]
+
+    def _describe(self, file: str, line: int, function: str) -> dict[str, Any]:
+        import linecache  # only when something went wrong
+
+        text = linecache.getline(file, line).strip()
+        return {"file": self.shown(file) or file, "line": line, "function": function, "text": text[:300]}
+
+    def user_frame(self, frames: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """The innermost user frame among described ones."""
+        return next((f for f in reversed(frames) if self.shown(f["file"]) is not None), None)
+
+
+def given_script() -> str:
+    """The script as it was typed, empty for `-c`, `-m` and an interactive interpreter."""
+    words = list(sys.orig_argv[1:])
+    while words:
+        word = words.pop(0)
+        if word in ("-X", "-W") and words:
+            words.pop(0)
+        elif word in ("-c", "-m", "-"):
+            return ""
+        elif not word.startswith("-"):
+            return word
+        elif not word.startswith("--") and word[-1] in "cm":
+            return ""
+    return ""

@@ -1,0 +1,94 @@
+"""Runs a function right after a module has been imported, before anybody can take a name out of it.
+
+The module's own loader does the work and stays its loader: only this one call of `exec_module` is wrapped. Big packages
+also get a span of phase "import", so that a start that takes its time shows what it takes it for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from model_check.observe.instrument.box import BOX
+
+Patch = Callable[[ModuleType], None]
+
+
+class PostImport:
+    """A meta path entry that lets the others find the module, and then watches it being executed."""
+
+    def __init__(self, patches: dict[str, Patch], slow_packages: frozenset[str]) -> None:
+        self._patches = patches
+        self._slow = slow_packages
+        self._watched = slow_packages.union(patches)
+        self._finding: set[str] = set()
+
+    def install(self) -> None:
+        """Takes its place in front, and catches up on what is already imported."""
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+        for name in self._patches:
+            module = sys.modules.get(name)
+            if module is not None:
+                self._patches[name](module)
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if name not in self._watched or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            spec = _find_elsewhere(self, name, path, target)
+        finally:
+            self._finding.discard(name)
+        if spec is not None and spec.loader is not None:
+            self._watch(name, spec.loader)
+        return spec
+
+    def _watch(self, name: str, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            with _import_span(name) if name in self._slow else _nothing():
+                execute(module)
+            patch = self._patches.get(name)
+            if patch is not None:
+                patch(module)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            # A loader without room for attributes (a built-in one): there is nothing of ours in such a module.
+            return
+
+
+def _find_elsewhere(us: PostImport, name: str, path: Sequence[str] | None, target: Any) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        if finder is us:
+            continue
+        find = getattr(finder, "find_spec", None)
+        spec = find(name, path, target) if find is not None else None
+        if spec is not None:
+            return spec
+    return None
+
+
+@contextmanager
+def _import_span(name: str) -> Iterator[None]:
+    recorder = BOX.recorder
+    if recorder is None:
+        yield
+        return
+    span = BOX.begin(recorder, "import", detail=name, depth=4)
+    try:
+        yield
+    finally:
+        BOX.end(recorder, span, "import", detail=name)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

@@ -1,0 +1,171 @@
+"""init_process_group and its kin: the moment a process learns which rank it is, and with whom.
+
+A script that starts its ranks itself (mp.spawn, fork, a cluster's own launcher) gets its ring here; so does the service
+that answers while the main thread is stuck, because before this point a script may still fork.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+
+from model_check.observe.instrument import memory, native, outside
+from model_check.observe.instrument.box import BOX, rank_from_environment
+from model_check.observe.instrument.exceptions import NOTES
+from model_check.observe.instrument.groups import GROUPS
+from model_check.observe.instrument.spans import spanned
+from model_check.observe.service import Service
+
+
+class _Running:
+    service: Service | None = None
+
+
+def _announced_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The rank this process is about to join as, as far as it can be known before."""
+    rank = args[4] if len(args) > 4 else kwargs.get("rank", -1)
+    if isinstance(rank, int) and rank >= 0:
+        return rank
+    url = args[1] if len(args) > 1 else kwargs.get("init_method")
+    if isinstance(url, str) and (told := parse_qs(urlsplit(url).query).get("rank")) and told[0].isdigit():
+        return int(told[0])
+    return rank_from_environment(os.environ)
+
+
+def _open_as(rank: int) -> None:
+    if BOX.recorder is None or BOX.recorder.rank != rank:
+        BOX.open(rank)
+        outside.install()
+        memory.mark("start")
+
+
+def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+    """init_process_group with a span around it, and everything that follows from knowing the rank."""
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if BOX.run_dir is None or torch.distributed.is_initialized():
+            return original(*args, **kwargs)
+        rank = _announced_rank(args, kwargs)
+        if rank is not None:
+            _open_as(rank)
+        native.install()
+        GROUPS.forget()
+        recorder = BOX.recorder
+        span = 0
+        if recorder is not None:
+            NOTES.moved_on()
+            span = BOX.begin(recorder, "init", op="new_group", detail="init_process_group")
+            _start_service()
+        BOX.thread.depth += 1
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            if recorder is not None:
+                BOX.end(recorder, span, "init", op="new_group", detail=f"raised {type(error).__name__}")
+                NOTES.left_a_call(error, "init_process_group")
+            raise
+        finally:
+            BOX.thread.depth -= 1
+        if recorder is not None:
+            BOX.end(recorder, span, "init", op="new_group")
+        _joined()
+        return result
+
+    return init_process_group
+
+
+def _joined() -> None:
+    import torch.distributed as dist
+
+    _open_as(dist.get_rank())
+    recorder = BOX.recorder
+    if recorder is None:
+        return
+    _start_service()
+    recorder.identify(
+        world_size=dist.get_world_size(),
+        backend=str(dist.get_backend()),
+        torch=torch.__version__,
+        service=_Running.service.path if _Running.service is not None else None,
+    )
+    GROUPS.find(recorder, None)
+    BOX.event(
+        "versions",
+        torch=torch.__version__,
+        python=platform.python_version(),
+        cuda=torch.version.cuda,
+        script=BOX.code.script,
+        script_sha256=_digest_of(Path(BOX.code.cwd, BOX.code.script)) if BOX.code.script else None,
+        arguments=recorder.header.get("argv"),
+    )
+    memory.mark("joined")
+
+
+def _digest_of(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _start_service() -> None:
+    recorder, run_dir = BOX.recorder, BOX.run_dir
+    if recorder is None or run_dir is None:
+        return
+    if _Running.service is None or _Running.service.pid != os.getpid():
+        _Running.service = Service.start(run_dir.blackbox_dir / f"rank-{recorder.rank:05d}.sock")
+    recorder.identify(service=_Running.service.path if _Running.service is not None else None)
+
+
+def patch(c10d: ModuleType) -> None:
+    """torch.distributed.distributed_c10d, right after its import."""
+    c10d.init_process_group = join_recorded(c10d.init_process_group)
+    for name in ("new_group", "split_group", "new_subgroups", "new_subgroups_by_enumeration"):
+        original = getattr(c10d, name, None)
+        if original is not None:
+            setattr(c10d, name, _group_made(original))
+    leave = spanned(c10d.destroy_process_group, "exit", describe=lambda args, kwargs: "destroy_process_group")
+
+    @functools.wraps(c10d.destroy_process_group)
+    def destroy_process_group(group: Any = None) -> Any:
+        if group is None:
+            GROUPS.forget()
+        return leave(group)
+
+    c10d.destroy_process_group = destroy_process_group
+
+
+def _group_made(original: Callable[..., Any]) -> Callable[..., Any]:
+    """new_group: all ranks must call it, and it waits for them."""
+    within = spanned(original, "init", op="new_group", describe=lambda args, kwargs: _members(args, kwargs))
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if BOX.recorder is None or BOX.thread.depth:
+            return original(*args, **kwargs)
+        BOX.thread.depth = 1
+        try:
+            group = within(*args, **kwargs)
+        finally:
+            BOX.thread.depth = 0
+        if BOX.recorder is not None and hasattr(group, "group_name"):
+            # Named now: members meet their groups in the order in which they are made.
+            GROUPS.find(BOX.recorder, group)
+        return group
+
+    return call
+
+
+def _members(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    ranks = args[0] if args else kwargs.get("ranks")
+    return f"ranks {','.join(map(str, ranks))}" if isinstance(ranks, (list, tuple, range)) else "all ranks"

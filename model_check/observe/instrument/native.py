@@ -1,0 +1,103 @@
+"""Sees the collectives that never pass through Python: DDP's reducer, FSDP's unsharding, functional collectives.
+
+Every process group calls its backend through an operator of the dispatcher (`c10d::allreduce_` and so on). A kernel of
+ours at the BackendSelect key is called last before the backend's own, for every tensor and in every mode (autograd,
+inference, compiled code), writes a record, and passes the same arguments on: results cannot change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from model_check.observe.instrument import collectives
+from model_check.observe.instrument.box import BOX
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """Where the operator keeps its tensor and its process group, by position."""
+
+    op: str
+    tensor: int | None
+    group: int
+    peer: int | None = None
+    phase: str = "collective"
+
+
+_OPERATORS = {
+    "allreduce_": _Operator("all_reduce", 0, 1),
+    "allreduce_coalesced_": _Operator("all_reduce", 0, 1),
+    "broadcast_": _Operator("broadcast", 0, 1, 2),
+    "reduce_": _Operator("reduce", 0, 1, 3),
+    "allgather_": _Operator("all_gather", 1, 2),
+    "_allgather_base_": _Operator("all_gather", 1, 2),
+    "allgather_coalesced_": _Operator("all_gather", 1, 2),
+    "allgather_into_tensor_coalesced_": _Operator("all_gather", 1, 2),
+    "reduce_scatter_": _Operator("reduce_scatter", 0, 2),
+    "_reduce_scatter_base_": _Operator("reduce_scatter", 0, 2),
+    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", 0, 2),
+    "gather_": _Operator("gather", 1, 2, 3),
+    "scatter_": _Operator("scatter", 0, 2, 3),
+    "alltoall_": _Operator("all_to_all", 1, 2),
+    "alltoall_base_": _Operator("all_to_all", 1, 2),
+    "barrier": _Operator("barrier", None, 1, phase="barrier"),
+    "monitored_barrier_": _Operator("monitored_barrier", None, 1, phase="barrier"),
+    "send": _Operator("send", 0, 1, 2, phase="p2p"),
+    "recv_": _Operator("recv", 0, 1, 2, phase="p2p"),
+    "recv_any_source_": _Operator("recv", 0, 1, phase="p2p"),
+}
+
+
+class _Registered:
+    """The registrations live as long as this object does."""
+
+    library: Any = None
+
+
+def install() -> None:
+    """Once a process; a forked child inherits it."""
+    if _Registered.library is not None:
+        return
+    library = torch.library.Library("c10d", "IMPL")
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    unbox = torch.distributed.ProcessGroup.unbox  # type: ignore[attr-defined]
+    for name, operator in _OPERATORS.items():
+        packet = getattr(torch.ops.c10d, name, None)
+        if packet is not None:
+            library.impl(name, _kernel(packet.default, operator, below, unbox), "BackendSelect", with_keyset=True)
+    _Registered.library = library
+
+
+def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any], Any]) -> Callable[..., Any]:
+    op, phase, tensor_at, group_at, peer_at = (
+        operator.op,
+        operator.phase,
+        operator.tensor,
+        operator.group,
+        operator.peer,
+    )
+    redispatch = target.redispatch
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = BOX.recorder
+        if recorder is None or BOX.thread.depth:
+            return redispatch(keyset & below, *args, **kwargs)
+        issued = collectives.native(
+            recorder,
+            op,
+            phase,
+            unbox(args[group_at]),
+            None if tensor_at is None else args[tensor_at],
+            None if peer_at is None else args[peer_at],
+        )
+        try:
+            return redispatch(keyset & below, *args, **kwargs)
+        finally:
+            if issued is not None:
+                collectives.end(issued)
+
+    return kernel

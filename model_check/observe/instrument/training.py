@@ -1,0 +1,158 @@
+"""The phases of a training step: data, forward, backward, optimizer. The optimizer's step is the step counter."""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from model_check.observe.instrument import memory
+from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.exceptions import NOTES
+from model_check.observe.instrument.spans import Original, spanned
+from model_check.observe.recorder import Recorder
+
+# A loop that calls a tiny network thousands of times a step would feel the records, and fill the ring with them.
+_FORWARDS_PER_STEP = 64
+
+
+class _Now:
+    """What is open at the moment. Of the process, not of a thread: autograd runs on threads of its own."""
+
+    data = 0
+    forward = False
+    backward = 0
+    forwards_left = _FORWARDS_PER_STEP
+    optimizer: tuple[Recorder, int] | None = None
+
+    @classmethod
+    def forget(cls) -> None:
+        cls.data, cls.forward, cls.backward = 0, False, 0
+        cls.forwards_left, cls.optimizer = _FORWARDS_PER_STEP, None
+
+
+def forget_after_fork() -> None:
+    _Now.forget()
+
+
+def _counted(original: Original, counter: str) -> Original:
+    """The same function; `_Now` knows while it runs."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        setattr(_Now, counter, getattr(_Now, counter) + 1)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            setattr(_Now, counter, getattr(_Now, counter) - 1)
+
+    return call
+
+
+def patch_loader(module: ModuleType) -> None:
+    """torch.utils.data.dataloader: each batch, the start of an iterator, and the workers behind it."""
+    base = module._BaseDataLoaderIter
+    base.__next__ = spanned(_counted(base.__next__, "data"), "data", adopt=True)
+    module.DataLoader.__iter__ = spanned(
+        module.DataLoader.__iter__, "data", describe=lambda args, kwargs: "iter", adopt=True
+    )
+    several = module._MultiProcessingDataLoaderIter
+    start = several.__init__
+
+    @functools.wraps(start)
+    def start_workers(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        for number, worker in enumerate(getattr(self, "_workers", ())):
+            BOX.event("loader_worker", worker_pid=worker.pid, worker_id=number)
+
+    several.__init__ = start_workers
+
+
+def patch_module_call(module: ModuleType) -> None:
+    """torch.nn.modules.module: the outermost module that is called, whatever it is."""
+    import sys
+
+    if "torch._dynamo" in sys.modules:
+        # The compiler has already taken down what a module's call looks like; it must not change any more.
+        return
+    original = module.Module.__call__
+
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _Now.forward or _Now.backward or _Now.data or torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        return _outermost_call(original, self, args, kwargs)
+
+    module.Module.__call__ = __call__
+
+
+def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    recorder = BOX.recorder
+    _Now.forwards_left -= 1
+    if recorder is None or _Now.forwards_left < 0:
+        return original(module, *args, **kwargs)
+    NOTES.moved_on()
+    name = type(module).__name__
+    span = BOX.begin(recorder, "forward", detail=name)
+    _Now.forward = True
+    try:
+        result = original(module, *args, **kwargs)
+    except BaseException as error:
+        BOX.end(recorder, span, "forward", detail=f"raised {type(error).__name__}")
+        NOTES.left_a_call(error, "forward")
+        raise
+    finally:
+        _Now.forward = False
+    BOX.end(recorder, span, "forward")
+    return result
+
+
+def patch_autograd(module: ModuleType) -> None:
+    """torch.autograd: Tensor.backward comes here too."""
+    original = module.backward
+    recorded = spanned(_counted(original, "backward"), "backward", adopt=True)
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        return (original if torch.compiler.is_compiling() else recorded)(*args, **kwargs)
+
+    module.backward = backward
+
+
+def patch_optimizer(module: ModuleType) -> None:
+    """torch.optim.optimizer: its own hooks, so that every optimizer ever made is covered."""
+    module.register_optimizer_step_pre_hook(_before_optimizer)
+    module.register_optimizer_step_post_hook(_after_optimizer)
+
+
+def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    recorder = BOX.recorder or BOX.adopt()
+    if recorder is None:
+        return
+    NOTES.moved_on()
+    if _Now.optimizer is not None:
+        # The last one raised: torch calls no hook then.
+        BOX.end(_Now.optimizer[0], _Now.optimizer[1], "optimizer", detail="raised")
+    _Now.optimizer = recorder, BOX.begin(recorder, "optimizer", detail=type(optimizer).__name__)
+
+
+def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or _Now.optimizer is None:
+        return
+    recorder, span = _Now.optimizer
+    _Now.optimizer = None
+    if recorder is not BOX.recorder:
+        return
+    BOX.end(recorder, span, "optimizer")
+    BOX.step_done(recorder)
+    _Now.forwards_left = _FORWARDS_PER_STEP
+    memory.mark_now_and_then()
+
+
+def note_fork(child_pid: int) -> None:
+    BOX.event("fork", child_pid=child_pid, parent_pid=os.getpid())

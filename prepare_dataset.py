@@ -1,0 +1,6 @@
+"""Tokenize and cache the data of a configuration, without training."""
+
+from scripts.doors import enter
+
+if __name__ == "__main__":
+    enter("prepare")

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# bash test.sh          everything that is quick        bash test.sh --all   every test that needs no GPU
+# bash test.sh --gpu    the tests that need a GPU       anything else is passed on to pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+. scripts/setup.sh
+model_check_setup requirements-dev.txt
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+bin=.venv/bin
+select="not slow and not gpu"
+case "${1:-}" in
+  --all) select="not gpu"; shift ;;
+  --gpu) shift; exec $bin/python -m pytest -m gpu tests/gpu "$@" ;;
+esac
+$bin/ruff check .
+$bin/ruff format --check .
+$bin/mypy
+exec $bin/python -m pytest -m "$select" "$@"

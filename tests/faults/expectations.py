@@ -1,0 +1,237 @@
+"""What the black box must say about every fault script, and what it must not say about the healthy ones.
+
+The line is not in the table: the script marks it with `# FAULT` (`# FAULT-ALSO` where a second line is as good).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = HERE / "scripts"
+CONTROLS = HERE / "controls"
+
+HANG_S = 10.0  # the promise: from the fault to the finding
+CRASH_S = 2.0
+SLOW_S = 25.0  # a rate needs a history before it can be called one
+
+Form = Literal["run", "python", "torchrun"]  # run SCRIPT · run -- python SCRIPT · run -- torchrun … SCRIPT
+Stdin = Literal["null", "open", "closed"]
+Needs = Literal["", "gpu", "cgroup"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planted fault. `ranks` None: which rank it hits is decided by a race."""
+
+    name: str
+    codes: frozenset[str]
+    ranks: tuple[int, ...] | None
+    within_s: float
+    nproc: int = 2
+    script: str = ""
+    severity: Literal["error", "warning", "info", ""] = ""
+    exit_code: int | None = None  # None: any but 0 for an error, 143 where we had to end a job that only hung
+    says: tuple[str, ...] = ()  # must appear in title, evidence or fix; {port} and {holder} are filled in
+    every_line: bool = False  # all marked lines must be named, not only one of them
+    arguments: tuple[str, ...] = ()
+    form: Form = "run"
+    stdin: Stdin = "null"
+    needs: Needs = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    quick: bool = False
+
+    @property
+    def path(self) -> Path:
+        return SCRIPTS / f"{self.script or self.name}.py"
+
+    def lines(self) -> set[int]:
+        """The lines that may be named; none: the fault has no line of its own."""
+        text = self.path.read_text().splitlines()
+        return {number for number, line in enumerate(text, start=1) if re.search(r"# FAULT(-ALSO)?\b", line)}
+
+
+@dataclass(frozen=True)
+class Control:
+    """A healthy script: same result and exit code as under torchrun, no error finding, no stall left standing."""
+
+    name: str
+    nproc: int = 2
+    exit_code: int = 0
+    form: Form = "run"
+    stdin: Stdin = "null"
+    script: str = ""
+    seconds: float = 60.0
+    waits: str = ""  # what the live line must say while the ranks wait
+    error_codes: frozenset[str] = frozenset()  # errors that are true of it
+    quick: bool = False
+
+    @property
+    def path(self) -> Path:
+        return CONTROLS / f"{self.script or self.name}.py"
+
+
+def hang(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -> Fault:
+    return Fault(name, frozenset(codes.split()), ranks, HANG_S, **more)  # type: ignore[arg-type]
+
+
+def crash(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -> Fault:
+    return Fault(name, frozenset(codes.split()), ranks, CRASH_S, severity="error", **more)  # type: ignore[arg-type]
+
+
+def slow(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -> Fault:
+    return Fault(name, frozenset(codes.split()), ranks, SLOW_S, severity="warning", **more)  # type: ignore[arg-type]
+
+
+MISMATCHES = (
+    hang("order_mismatch", "MC201", (1,), severity="error", says=("broadcast", "all_reduce"), quick=True),
+    hang("order_mismatch_first_step", "MC201", (2,), nproc=3, severity="error", says=("all_gather", "all_reduce")),
+    hang("order_mismatch_subgroup", "MC201", (3,), nproc=4, severity="error", says=("broadcast", "all_reduce")),
+    hang("swapped_pair", "MC208", (1,), says=("all_reduce",), quick=True),
+    hang("swapped_pair_sets", "MC208", (2,), nproc=3, says=("all_reduce",)),
+    hang("dtype_mismatch", "MC203", (1,), severity="error", says=("int32", "float32"), quick=True),
+    hang("dtype_mismatch_half", "MC203", (2,), nproc=3, severity="error", says=("float16", "bfloat16")),
+    hang("shape_mismatch", "MC202", (1,), severity="error", says=("16", "11")),
+    hang("shape_mismatch_reduce", "MC202", (0,), nproc=3, severity="error", says=("128", "100")),
+    # A rank that leaves out a collective and one that adds one leave the same traces when its peers' next call differs
+    # in kind: the history of its own steps tells which it was.
+    hang("skip_step", "MC206", (1,), severity="error"),
+    hang("skip_reduce", "MC206", (2,), nproc=3, severity="error", says=("all_reduce", "barrier")),
+    hang("skip_async_reduce", "MC206", (0,), severity="error", says=("all_reduce", "broadcast")),
+    hang("extra_collective", "MC207", (0,), severity="error", says=("all_gather",)),
+    hang("extra_reduce_in_eval", "MC207", (1,), nproc=3, severity="error", says=("all_reduce", "barrier")),
+    hang("barrier_rank0", "MC206 MC207", (0,), severity="error", says=("barrier",), quick=True),
+    hang("barrier_rank0_at_end", "MC206 MC207", (0,), severity="error", says=("barrier",)),
+    hang("fsdp_save_rank0", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
+    hang("accumulate_mismatch", "MC206", (1,), severity="error", says=("all_reduce",)),
+    hang("ddp_unused_branch", "MC301 MC206", (1,), severity="error"),
+    hang("p2p_cycle", "MC218", (0, 1), severity="error", says=("recv",)),
+    hang("group_cycle", "MC218", (0, 1, 2), nproc=3, severity="error"),
+)
+
+STUCK = (
+    hang("loader_stuck", "MC204", (1,), severity="warning", quick=True),
+    hang("loader_worker_stuck", "MC204", (0,), severity="warning"),
+    hang("loader_iterable_stuck", "MC204", (1,), severity="warning"),
+    hang("uneven_data", "MC205", (1,), severity="error", says=("barrier",)),
+    hang("uneven_data_return", "MC205", (2,), nproc=3, severity="error"),
+    hang("uneven_epoch_eval", "MC205", (1,), severity="error", says=("all_gather", "all_reduce")),
+    hang("stopped", "MC209", (1,), severity="warning", says=("SIGSTOP",)),
+    hang("gil_held", "MC210", (1,), severity="warning"),
+    hang("gil_held_regex", "MC210", (0,), severity="warning"),
+    hang("lock_deadlock", "MC211", (1,), severity="warning", every_line=True),
+    hang("lock_taken_twice", "MC211", (0,), severity="warning"),
+    hang("busy_loop", "MC212", (1,), severity="warning"),
+    hang("livelock_polling", "MC212", (0,), severity="warning"),
+    hang("never_joins", "MC102", (2,), nproc=3, severity="warning"),
+    hang("write_stuck", "MC213", (0,), severity="warning"),
+    hang("write_stuck_pipe", "MC213", (1,), severity="warning"),
+    hang(
+        "tracker_stuck", "MC214", (0,), severity="warning", environment={"WANDB_BASE_URL": "http://127.0.0.1:{silent}"}
+    ),
+    hang(
+        "hub_stuck",
+        "MC214",
+        (1,),
+        severity="warning",
+        environment={"HF_ENDPOINT": "http://127.0.0.1:{silent}", "HF_HUB_ETAG_TIMEOUT": "900"},
+    ),
+    hang("stdin_wait", "MC215", (0,), severity="warning", stdin="open"),
+    hang("breakpoint_left", "MC215", (1,), severity="warning", stdin="open"),
+    hang("stuck_subprocess", "MC219", (1,), severity="warning", says=("sleep",)),
+    hang("stuck_sleep_in_forward", "MC219", (3,), nproc=4, severity="warning"),
+)
+
+CRASHES = (
+    crash("loader_worker_killed", "MC216", (1,), exit_code=1, says=("SIGKILL",)),
+    hang("loader_worker_exits", "MC216", (0,), severity="error", exit_code=1),
+    crash("swallowed_exception", "MC302", (1,), says=("index out of range",)),
+    crash("swallowed_oom", "MC302", (0,), says=("out of memory",)),
+    crash("swallowed_in_loader", "MC302", (1,), nproc=3, says=("bad checksum",)),
+    crash("exception_ddp", "MC301", (1,), exit_code=1, says=("label 17 out of range",), quick=True),
+    crash("exception_four_ranks", "MC301", (2,), nproc=4, exit_code=1, says=("KeyError",)),
+    crash("exception_in_worker", "MC301", (0,), exit_code=1, says=("JSONDecodeError",)),
+    crash("exception_in_backward", "MC301", (0,), exit_code=1, says=("no backward for 16 bits",)),
+    crash("killed_from_outside", "MC303", (1,), exit_code=137, says=("SIGKILL", "sender"), quick=True),
+    crash("killed_by_cgroup", "MC305", (1,), exit_code=137, needs="cgroup", arguments=("--cgroup", "{cgroup}")),
+    crash("segfault", "MC306", (1,), exit_code=139, says=("SIGSEGV",), quick=True),
+    crash("aborted", "MC306", (0,), exit_code=134, says=("SIGABRT",)),
+    crash("memory_error", "MC307", (1,), exit_code=1, says=("MemoryError",)),
+    crash("bad_alloc", "MC307", (1,), exit_code=1, says=("RSS",)),
+    crash("early_exit", "MC308", (1,), quick=True),
+    crash("early_exit_hard", "MC308", (2,), nproc=3),
+    crash("exit_code", "MC313", (1,), exit_code=7),
+    crash("store_host_gone", "MC309", (0,)),
+    crash("import_error", "MC310", (1,), exit_code=1, says=("fast_tokenizer_kernels",)),
+    crash("cuda_device_assert", "MC311", (1,), needs="gpu"),
+    crash("cuda_out_of_memory", "MC501", (1,), needs="gpu"),
+)
+
+STARTS = (
+    crash("port_taken", "MC103", (0,), says=("{port}", "{holder}"), arguments=("--port", "{port}")),
+    slow("import_storm", "MC101", None, nproc=4),
+    crash("directory_race", "MC107", None, exit_code=1, says=("FileExistsError", "checkpoints")),
+    slow(
+        "every_rank_downloads",
+        "MC108",
+        (0, 1, 2, 3),
+        nproc=4,
+        environment={"HF_ENDPOINT": "http://127.0.0.1:{hub}"},
+    ),
+    slow("every_rank_tracker", "MC109", (0, 1)),
+    crash("half_written_cache", "MC110", None, exit_code=1, says=("tokens.pt",)),
+    slow("versions_differ", "MC105", (1,), says=("2.9.1",)),
+    slow("arguments_differ", "MC106", (1,), form="python", says=("3e-3",)),
+    slow("code_differs", "MC106", (1,), nproc=3, form="python", says=("train.py",)),
+)
+
+SLOWNESS = (
+    slow("straggler", "MC701", (1,)),
+    slow("data_bound", "MC702", (0, 1)),
+    slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
+    slow("leak", "MC705", (0,)),
+)
+
+FRAMEWORKS = (
+    hang("lightning_rank0_log", "MC206 MC207", (0,), severity="error"),
+    crash("trainer_collator_fails", "MC301", (1,), exit_code=1, says=("KeyError", "labels")),
+    hang("accelerate_gather_main", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
+)
+
+OTHER_LAUNCHERS = (
+    crash("exception_under_torchrun", "MC301", (1,), script="exception_ddp", form="torchrun", says=("label 17",)),
+    hang("loader_stuck_under_torchrun", "MC204", (1,), script="loader_stuck", form="torchrun", severity="warning"),
+    hang("barrier_under_torchrun", "MC206 MC207", (0,), script="barrier_rank0", form="torchrun", severity="error"),
+    crash("killed_under_torchrun", "MC303", (1,), script="killed_from_outside", form="torchrun", says=("SIGKILL",)),
+)
+
+FAULTS: tuple[Fault, ...] = (*MISMATCHES, *STUCK, *CRASHES, *STARTS, *SLOWNESS, *FRAMEWORKS, *OTHER_LAUNCHERS)
+
+HEALTHY: tuple[Control, ...] = (
+    Control("long_first_step"),
+    Control("slow_save_rank0", waits="saving"),
+    Control("long_validation_rank0", seconds=90),
+    Control("rank0_works_on"),
+    Control("pipeline_stages", nproc=4),
+    Control("stdin_closed", stdin="closed"),
+    Control("threads"),
+    Control("forks", quick=True),
+    Control("spawn_workers"),
+    Control("subprocesses"),
+    Control("hf_trainer", seconds=90),
+    Control("lightning_fit", seconds=90),
+    Control("fsdp2"),
+    Control("not_distributed"),
+    Control("hard_exit", quick=True),
+    Control("own_spawn", form="python"),
+    Control("fsdp2_under_torchrun", script="fsdp2", form="torchrun"),
+    Control("legal_asymmetry", quick=True),
+    Control("join_uneven"),
+    Control("async_ops"),
+    Control("all_exit_three", exit_code=3, error_codes=frozenset({"MC313"})),
+    Control("retries"),
+    Control("signal_handlers"),
+)

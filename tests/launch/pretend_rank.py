@@ -1,0 +1,44 @@
+"""A process that pretends to be a rank: it writes a black box and does what it is told on standard input.
+
+One command a line, one `ok` a command: `step`, `begin PHASE`, `end`, `spin`, `exit CODE`. No torch: it starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from model_check.observe.recorder import Recorder
+
+
+def spin_for_ever() -> None:
+    while True:
+        pass
+
+
+def main(run_dir: str, rank: int) -> None:
+    recorder = Recorder(Path(run_dir) / "blackbox" / f"rank-{rank:05d}.ring", rank=rank, world_size=2)
+    spans: list[tuple[int, str]] = []
+    print("ok", flush=True)
+    for line in sys.stdin:
+        command, _, argument = line.strip().partition(" ")
+        if command == "step":
+            recorder.steps += 1
+            recorder.point("step", file="train.py", line=7)
+        elif command == "begin":
+            op = "all_reduce" if argument == "collective" else "none"
+            span = recorder.begin(argument, op=op, file="train.py", line=9, function="train")
+            spans.append((span, argument))
+        elif command == "end":
+            recorder.end(*spans.pop())
+        elif command == "spin":
+            threading.Thread(target=spin_for_ever, daemon=True).start()
+        elif command == "exit":
+            os._exit(int(argument))
+        print("ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,216 @@
+"""Foreign scripts and commands under the launcher: environment, streams, exit codes, signals, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_check.errors import UsageError
+from model_check.launch import processes
+from model_check.launch.command import run_command
+from model_check.launch.foreign import ForeignScript
+from model_check.launch.guard import RUN_DIR_VARIABLE
+from model_check.launch.supervisor import Supervisor
+from model_check.rundir import RunDir, Verdict, read_jsonl
+
+_HERE = Path(__file__).parent
+_RING = "from pathlib import Path; import os\nfrom model_check.observe.recorder import Recorder\n"
+
+
+class Launched:
+    """A launcher with a run directory of its own, whose every descendant can be found by it."""
+
+    def __init__(self, root: Path, *words: str) -> None:
+        self.run_dir = RunDir(root)
+        self.process = subprocess.Popen(
+            [sys.executable, str(_HERE / "foreign_driver.py"), str(root), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root.parent,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def marked(self) -> list[int]:
+        return processes.processes_with_environment(RUN_DIR_VARIABLE, str(self.run_dir.root))
+
+    def finish(self) -> tuple[dict[str, Any], list[str]]:
+        out, _ = self.process.communicate(timeout=60)
+        *lines, last = out.splitlines()
+        return json.loads(last), lines
+
+    def wait_for(self, *names: str) -> None:
+        _until(lambda: all((self.run_dir.root.parent / name).exists() for name in names), 30.0)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [record for record in read_jsonl(self.run_dir.supervisor_events).records if record["event"] == name]
+
+
+def _until(condition: Callable[[], Any], deadline_s: float = 10.0) -> Any:
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not become true in time"
+        time.sleep(0.01)
+    return value
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    launched: list[Launched] = []
+
+    def start(*words: str) -> Launched:
+        launched.append(Launched(tmp_path / "run", *words))
+        return launched[-1]
+
+    yield start
+    for launcher in launched:
+        launcher.process.kill()
+        launcher.process.communicate()
+        _until(lambda: not launcher.marked())
+
+
+def _write(path: Path, code: str) -> str:
+    path.write_text(code)
+    return str(path)
+
+
+def test_ranks_see_what_torchrun_would_show_them(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+    code = (
+        "import json, os, sys\n"
+        "told = {k: os.environ.get(k) for k in ('RANK','LOCAL_RANK','WORLD_SIZE','LOCAL_WORLD_SIZE','MASTER_ADDR',"
+        "'OMP_NUM_THREADS','MODEL_CHECK_RUN_DIR','CUDA_VISIBLE_DEVICES')}\n"
+        "told['argv'] = sys.argv[1:]\n"
+        "told['port'] = os.environ['MASTER_PORT'].isdigit()\n"
+        "told['first_path'] = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
+        "told['stdin'] = sys.stdin.readline() if os.environ['RANK'] == '0' else None\n"
+        "print(json.dumps(told))\n"
+    )
+    job = launch("script", "2", _write(tmp_path / "tell.py", code), "--nproc", "5", "--", "-m", "a b")
+    assert job.process.stdin is not None
+    job.process.stdin.write("from the launcher\n")
+    job.process.stdin.flush()
+    result, lines = job.finish()
+    assert result == {"exit_code": 0, "exits": [[0, 0, None], [1, 0, None]]} or result["exits"][0][0] == 1
+    told = {line.partition(" ")[0]: json.loads(line.partition(" ")[2]) for line in lines if line.startswith("[CPU")}
+    assert set(told) == {"[CPU0]", "[CPU1]"}
+    for rank in (0, 1):
+        mine = told[f"[CPU{rank}]"]
+        assert (mine["RANK"], mine["LOCAL_RANK"], mine["WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert mine["argv"] == ["--nproc", "5", "--", "-m", "a b"]
+        assert mine["MODEL_CHECK_RUN_DIR"] == str(job.run_dir.root)
+        assert mine["first_path"].endswith("model_check/observe/inject")
+        assert mine["port"] and mine["CUDA_VISIBLE_DEVICES"] == os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert told["[CPU0]"]["stdin"] == "from the launcher\n"
+
+
+def test_a_failing_rank_gives_its_code_and_its_peer_ends_within_two_seconds(
+    tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
+    code = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    open('failed_at', 'w').write(str(time.monotonic()))\n"
+        "    sys.exit(7)\n"
+        "time.sleep(100)\n"
+    )
+    job = launch("script", "2", _write(tmp_path / "fail.py", code))
+    result, _ = job.finish()
+    assert result["exit_code"] == 7
+    assert [0, None, signal.SIGTERM] in result["exits"]
+    last_exit = max(record["t"] for record in job.events("rank_exited"))
+    assert last_exit - float((tmp_path / "failed_at").read_text()) < 2.0
+    assert (job.run_dir.stacks_dir / "rank-00000.1.json").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_when_the_launcher_goes_no_rank_stays(
+    tmp_path: Path, launch: Callable[..., Launched], number: int, code: int
+) -> None:
+    script = (
+        "import os, subprocess, time\n"
+        "subprocess.Popen(['sleep', '100'])\n"
+        "open('up-' + os.environ['RANK'], 'w').close()\n"
+        "time.sleep(100)\n"
+    )
+    job = launch("script", "2", _write(tmp_path / "sleep.py", script))
+    job.wait_for("up-0", "up-1")
+    assert len(job.marked()) == 4
+    os.kill(job.process.pid, number)
+    assert job.process.wait(timeout=20) == code
+    _until(lambda: not job.marked())
+
+
+def test_a_script_that_is_not_there_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="there is no script nowhere.py"):
+        ForeignScript("nowhere.py").check()
+
+
+# A job that brings its own launcher.
+
+_SPAWNER = (
+    _RING
+    + """
+import subprocess, sys
+if len(sys.argv) == 1:
+    ranks = [subprocess.Popen([sys.executable, __file__, str(r)], start_new_session=True) for r in range(2)]
+    sys.exit(max(rank.wait() for rank in ranks))
+rank = int(sys.argv[1])
+recorder = Recorder(Path(os.environ["MODEL_CHECK_RUN_DIR"]) / "blackbox" / f"rank-{rank:05d}.ring", rank=rank)
+open(f"up-{rank}", "w").close()
+sys.stdin.readline()
+os._exit(3 if rank == 1 else 0)
+"""
+)
+
+
+def test_a_commands_ranks_are_found_by_their_rings_and_its_code_is_ours(
+    tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
+    job = launch("command", sys.executable, _write(tmp_path / "spawner.py", _SPAWNER))
+    _until(lambda: len(job.events("rank_started")) == 2, 20.0)
+    assert job.process.stdin is not None
+    job.process.stdin.write("\n\n")
+    job.process.stdin.close()
+    assert job.process.stdout is not None
+    result = json.loads(job.process.stdout.read().splitlines()[-1])
+    assert job.process.wait(timeout=20) == 3
+    assert result["exit_code"] == 3
+    assert sorted(result["exits"]) == [[0, 0, None], [1, 3, None]]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_when_we_go_the_command_and_its_ranks_go_too(
+    tmp_path: Path, launch: Callable[..., Launched], number: int, code: int
+) -> None:
+    job = launch("command", sys.executable, _write(tmp_path / "spawner.py", _SPAWNER))
+    _until(lambda: len(job.events("rank_started")) == 2, 20.0)
+    assert len(job.marked()) == 3
+    os.kill(job.process.pid, number)
+    assert job.process.wait(timeout=20) == code
+    _until(lambda: not job.marked())
+
+
+def test_ranks_that_their_launcher_left_behind_are_ended(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+    job = launch("command", sys.executable, _write(tmp_path / "spawner.py", _SPAWNER))
+    _until(lambda: len(job.events("rank_started")) == 2, 20.0)
+    os.kill(job.events("job_started")[0]["command_pid"], signal.SIGKILL)
+    assert job.process.wait(timeout=20) == 137
+    assert {record["why"] for record in job.events("signal_sent")} == {"its launcher is gone"}
+    _until(lambda: not job.marked())
+
+
+def test_a_command_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    supervisor = Supervisor(run_dir, lambda _, live: Verdict(), say=print, show=print)
+    with pytest.raises(UsageError, match="no-such-command cannot be started: No such file"):
+        run_command(["no-such-command"], run_dir=run_dir, env={}, supervisor=supervisor)
+    supervisor.finish("failed", (), 2)

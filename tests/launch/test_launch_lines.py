@@ -1,0 +1,152 @@
+"""Log lines: their format, their cleaning, and the tail that cuts a growing file into them."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_check.launch.console import Console, ConsoleOptions
+from model_check.launch.loglines import clean, clock, labelled, step_line
+from model_check.launch.tail import LONGEST_LINE, LineTail
+
+
+def test_the_step_line_is_exactly_this() -> None:
+    assert (
+        step_line("GPU0", 0, 100, 12.234, 1e-5, 2.75649, 330.0)
+        == "[GPU0] Step [0/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (330, "5:30"), (3723, "1:02:03"), (90061, "1d 1:01:01"), (None, "?")],
+)
+def test_clock(seconds: float | None, text: str) -> None:
+    assert clock(seconds) == text
+
+
+@given(st.floats(0, 1e7))
+def test_the_clock_reads_back(seconds: float) -> None:
+    match = re.fullmatch(r"(?:(\d+)d )?(?:(\d+):)?(\d+):(\d\d)", clock(seconds))
+    assert match is not None
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+    assert ((days * 24 + hours) * 60 + minutes) * 60 + rest == round(seconds)
+
+
+def test_a_number_without_end_has_no_clock() -> None:
+    assert clock(float("nan")) == clock(float("inf")) == clock(-1.0) == "?"
+
+
+@given(st.text())
+def test_a_clean_line_has_no_control_characters(text: str) -> None:
+    line = clean(text)
+    assert not [c for c in line if unicodedata.category(c) == "Cc" and c != "\t"]
+    assert line == clean(line)
+
+
+@given(st.text(st.characters(blacklist_categories=["Cc", "Cs", "Cf", "Zl", "Zp"])))
+def test_plain_text_stays_as_it_is(text: str) -> None:
+    assert clean(text) == text.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b]0;title\x07text", "text"),
+        ("a\x1b[2Jb\x1b(Bc", "abc"),
+        ("\x9b31mx", "31mx"),
+        ("10%\r 50%\r100%\r", "100%"),
+        ("ab\u202ecd", "abcd"),
+        ("a\tb", "a\tb"),
+    ],
+)
+def test_cleaning(raw: str, shown: str) -> None:
+    assert clean(raw) == shown
+
+
+def test_a_label_is_added_once() -> None:
+    assert labelled("GPU3", "text") == "[GPU3] text"
+    for line in ("[GPU3] text", "[CPU0] text", "[node-1:GPU3] text"):
+        assert labelled("GPU3", line) == line
+    assert labelled("GPU3", "[GPU] text") == "[GPU3] [GPU] text"
+
+
+@given(st.lists(st.binary(max_size=40), max_size=12))
+def test_a_tail_gives_every_line_once_however_the_file_grew(pieces: list[bytes]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        log, copy = Path(folder) / "log", Path(folder) / "copy"
+        tail = LineTail(log, copy)
+        lines = tail.read()
+        with log.open("ab", buffering=0) as file:
+            for piece in pieces:
+                file.write(piece)
+                lines += tail.read()
+        lines += tail.close()
+        whole = b"".join(pieces)
+        expected = whole.split(b"\n")
+        if not expected[-1]:
+            expected.pop()
+        assert lines == [clean(line.decode("utf-8", "replace")) for line in expected]
+        assert copy.read_bytes() == whole
+
+
+def test_an_endless_line_is_cut_and_counted(tmp_path: Path) -> None:
+    log = tmp_path / "rank-00000.log"
+    log.write_bytes(b"x" * (5 * LONGEST_LINE) + b"\nnext\n")
+    cut, following = LineTail(log).close()
+    assert cut == "x" * LONGEST_LINE + f" … ({4 * LONGEST_LINE} more bytes in rank-00000.log)"
+    assert following == "next"
+
+
+def test_a_terminal_gets_the_lines_and_a_bar(tmp_path: Path) -> None:
+    log, metrics = tmp_path / "log", tmp_path / "metrics.jsonl"
+    log.write_text("hello [bold]world[/bold]\n")
+    metrics.write_text('{"step": 4, "loss": 2.5, "tokens_per_s": 12345.6, "step_s": 2.0}\n')
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        assert stream.isatty()
+        console = Console(metrics, ConsoleOptions(stream=stream, max_steps=10))
+        console.follow("GPU0", log)
+        console.say("done")
+        console.close()
+        shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "[GPU0] hello [bold]world[/bold]\r\n" in shown
+    assert "[model-check] done\r\n" in shown
+    assert "5/10" in shown and "loss 2.5000 | 12,346 tokens/s | ETA 0:10" in shown
+
+
+def test_a_reader_that_went_away_does_not_stop_the_copies(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("first\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w", encoding="utf-8")
+    console = Console(tmp_path / "metrics.jsonl", ConsoleOptions(stream=stream, log_copies=tmp_path / "copies"))
+    console.follow("CPU0", log)
+    with log.open("a") as file:
+        file.write("second\n")
+    console.close()
+    assert (tmp_path / "copies" / "log").read_text() == "first\nsecond\n"
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_a_stream_that_knows_ascii_only_gets_escapes(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Wörter ✓\n", encoding="utf-8")
+    shown = tmp_path / "shown"
+    with shown.open("w", encoding="ascii") as stream:
+        console = Console(tmp_path / "metrics.jsonl", ConsoleOptions(stream=stream))
+        console.follow("CPU0", log)
+        console.close()
+    assert shown.read_text() == "[CPU0] W\\xf6rter \\u2713\n"
