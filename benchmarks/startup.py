@@ -5,7 +5,8 @@
 The three take turns, round after round, so that a busy moment of the machine hits all of them. Every way does the same
 work in every rank: the same imports, gloo, one step of DDP with AdamW. The time counts from the start of the command
 to the end of the step on the slowest rank; the memory is the proportional set size (PSS), so that shared pages
-are counted once, of all processes of the job while all ranks are alive.
+are counted once, of all processes of the job while all ranks are alive. The CPU time of all of them up to then is the
+number that a busy machine changes least.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -59,8 +61,7 @@ def run_launcher(start: str, nproc: int, folder: Path) -> int:
     """The launcher's own process."""
     import startup as module  # under this name the entry can be imported by a cold rank
 
-    from model_check.launch.job import launch_job
-    from model_check.launch.warmstart import DEFAULT_PRELOAD
+    from model_check.launch import DEFAULT_PRELOAD, launch_job
     from model_check.rundir import RunDir
 
     result = launch_job(
@@ -71,6 +72,7 @@ def run_launcher(start: str, nproc: int, folder: Path) -> int:
         start="warm" if start == "warm" else "cold",
         preload_modules=(*DEFAULT_PRELOAD, *IMPORTS),
     )
+    shutil.rmtree(result.log_dir)
     return result.exit_code
 
 
@@ -95,11 +97,13 @@ def measure(way: str, nproc: int) -> dict[str, float]:
         pids = {rank["pid"] for rank in ranks}
         whole = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
         sizes = {process.pid: process.memory_full_info().pss / 2**20 for process in whole}
+        cpu_s = sum(sum(process.cpu_times()[:2]) for process in whole)
         (folder / "measured").touch()
         if job.wait() != 0:
             raise SystemExit(f"{way}: the job ended with {job.returncode}")
     return {
         "first_step_s": max(rank["at"] for rank in ranks) - began,
+        "cpu_s": cpu_s,
         "rank_mib": statistics.mean(sizes[pid] for pid in pids),
         "job_mib": sum(sizes.values()),
     }
@@ -125,9 +129,10 @@ def main() -> None:
         way: {key: round(statistics.median(one[key] for one in runs), 2) for key in runs[0]}
         for way, runs in rounds.items()
     }
-    print(f"{'':10}{'first step':>12}{'per rank':>12}{'whole job':>12}   (medians of {options.rounds})")
+    print(f"{'':10}{'first step':>12}{'CPU time':>12}{'per rank':>12}{'whole job':>12}   (medians of {options.rounds})")
     for way, row in medians.items():
-        print(f"{way:10}{row['first_step_s']:>10.2f} s{row['rank_mib']:>8.0f} MiB{row['job_mib']:>8.0f} MiB")
+        times = f"{row['first_step_s']:>10.2f} s{row['cpu_s']:>10.2f} s"
+        print(f"{way:10}{times}{row['rank_mib']:>8.0f} MiB{row['job_mib']:>8.0f} MiB")
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     file = results / f"{time.strftime('%Y-%m-%d')}-startup-{options.ranks}-cpu-ranks.json"

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model_check.config.shapes import built_in_shape
 from model_check.engine.place import Place
@@ -29,6 +30,7 @@ from model_check.engine.precision import Precision
 from model_check.engine.split_adamw import SplitAdamW
 from model_check.engine.step import TrainStep
 from model_check.models import apply_compile, build_model
+from model_check.models.fp8 import apply_fp8
 from model_check.plan.flops import count_flops_per_token
 from model_check.plan.peaks import peak_flops
 
@@ -43,9 +45,13 @@ def batch(args: argparse.Namespace, vocabulary: int) -> SimpleNamespace:
     )
 
 
-def ours(args: argparse.Namespace, shape: Any, *, state_dtype: torch.dtype) -> Callable[[Any], None]:
+def ours(
+    args: argparse.Namespace, shape: Any, *, state_dtype: torch.dtype, fp8: bool = False
+) -> Callable[[Any], None]:
     """Model Check: bf16 parameters with an exact fp32 master, per-block compile, fused loss."""
     model = build_model(shape, DEVICE, torch.bfloat16)
+    if fp8:
+        apply_fp8(model)
     apply_compile(model)
     optimizer = SplitAdamW(model.parameters(), lr=1e-5, state_dtype=state_dtype)
     step = TrainStep(model, optimizer, Precision.choose("bf16", DEVICE), Place(device=DEVICE), max_grad_norm=1.0)
@@ -77,15 +83,21 @@ def transformers_model(shape: Any, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def peer(args: argparse.Namespace, shape: Any, *, dtype: torch.dtype) -> Callable[[Any], None]:
-    """transformers, each block compiled (its fair number), torch's fused AdamW, clipping."""
+    """transformers at its best here: blocks and loss compiled, cuDNN attention, torch's fused AdamW, clipping."""
     model = transformers_model(shape, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
+    @torch.compile
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
     def step(data: Any) -> None:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-            logits = model(data.tokens).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), data.targets.flatten())
+        with (
+            sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True),
+            torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32),
+        ):
+            loss = loss_of(model(data.tokens).logits, data.targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -95,7 +107,7 @@ def peer(args: argparse.Namespace, shape: Any, *, dtype: torch.dtype) -> Callabl
 
 VARIANTS: dict[str, Callable[..., Callable[[Any], None]]] = {
     "model-check bf16, fp32 master": lambda a, s: ours(a, s, state_dtype=torch.float32),
-    "model-check bf16, fp32 master, bf16 moments": lambda a, s: ours(a, s, state_dtype=torch.bfloat16),
+    "model-check fp8 blocks, fp32 master, bf16 moments": lambda a, s: ours(a, s, state_dtype=torch.bfloat16, fp8=True),
     "transformers bf16, no master": lambda a, s: peer(a, s, dtype=torch.bfloat16),
     "transformers fp32 master, bf16 autocast": lambda a, s: peer(a, s, dtype=torch.float32),
 }

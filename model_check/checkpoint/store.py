@@ -116,7 +116,7 @@ def verify(path: Path) -> Checkpoint:
 
 def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that verifies, and a sentence for each newer one that does not."""
-    passed_over = []
+    passed_over: list[str] = []
     for path in reversed(committed(directory)):
         try:
             return verify(path), passed_over

@@ -35,5 +35,5 @@ def gpus(
     for gpu in found:
         used = f"{gpu.memory_used / 2**30:.1f} / {gpu.memory_total / 2**30:.1f} GiB"
         mark = "✓" if gpu.index in chosen else ""
-        table.add_row(str(gpu.index), gpu.name, used, f"{gpu.utilization} %", str(len(gpu.processes)), mark)
+        table.add_row(str(gpu.index), gpu.name, used, "unknown" if gpu.utilization is None else f"{gpu.utilization} %", str(len(gpu.processes)), mark)
     Console().print(table)

@@ -2,74 +2,53 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-import click
-import typer
-from typer.core import TyperGroup
+from model_check.errors import ModelCheckError, UsageError
 
-from model_check.errors import ModelCheckError
 
-# verb -> (module, function, its line in --help). Modules are imported when their verb is used: `model-check explain`
-# must not wait for torch.
-VERBS: dict[str, tuple[str, str, str]] = {
-    "train": ("model_check.cli.train", "train", "Train a LLaMA on every GPU, or on CPU ranks where there is none."),
-    "prepare": ("model_check.cli.prepare", "prepare", "Tokenize and cache the data of a configuration."),
-    "gpus": ("model_check.cli.gpus", "gpus", "List the GPUs, their load, and which ones a job would take."),
-    "run": ("model_check.cli.run", "run", "Run any PyTorch script under the black box."),
-    "attach": ("model_check.cli.attach", "attach", "Say who waits for whom in a job that hangs right now."),
-    "diagnose": ("model_check.cli.diagnose", "diagnose", "Say what happened to a run, from its directory."),
-    "explain": ("model_check.cli.explain", "explain", "The long form of an error code."),
+@dataclass(frozen=True)
+class Verb:
+    """Where a verb lives and what it does; its module is imported when it is called, so that help needs no torch."""
+
+    module: str
+    function: str
+    line: str
+    passes_arguments_on: bool = False
+
+
+VERBS = {
+    "train": Verb("model_check.cli.train", "train", "Train a LLaMA on every GPU, or on CPU ranks."),
+    "prepare": Verb("model_check.cli.prepare", "prepare", "Tokenize and cache the data of a configuration."),
+    "gpus": Verb("model_check.cli.gpus", "gpus", "List the GPUs, their load, and which ones a job would take."),
+    "run": Verb("model_check.cli.run", "run", "Run any PyTorch script under the black box.", passes_arguments_on=True),
+    "attach": Verb("model_check.cli.attach", "attach", "Say who waits for whom in a job that hangs right now."),
+    "diagnose": Verb("model_check.cli.diagnose", "diagnose", "Say what happened to a run, from its directory."),
+    "explain": Verb("model_check.cli.explain", "explain", "The long form of an error code."),
 }
-# Verbs whose arguments belong to somebody else's program.
-_PASSING_ARGUMENTS_ON = {"run"}
 
 
-class LazyVerbs(TyperGroup):
-    """Loads a verb's module when it is called; the list of verbs needs none of them."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            return None
-        module, function, help_line = VERBS[cmd_name]
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        passing_on = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-        settings = passing_on if cmd_name in _PASSING_ARGUMENTS_ON else {}
-        implementation = getattr(importlib.import_module(module), function)
-        app.command(cmd_name, context_settings=settings, short_help=help_line)(implementation)
-        return typer.main.get_command(app)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, _, line) in VERBS.items()])
-
-
-def _group() -> click.Command:
-    app = typer.Typer(
-        cls=LazyVerbs,
-        add_completion=False,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        help="Train LLaMA-style models on every GPU you have, and know why when it breaks.",
-    )
-
-    @app.callback()
-    def root() -> None: ...
-
-    return typer.main.get_command(app)
+def overview() -> str:
+    lines = [
+        "Train LLaMA-style models on every GPU you have, and know why when it breaks.",
+        "",
+        "usage: model-check VERB [flags]       model-check VERB --help",
+        "",
+        *(f"  {name:10s}{verb.line}" for name, verb in VERBS.items()),
+        "",
+        "example: model-check train --preset debug",
+    ]
+    return "\n".join(lines)
 
 
 def with_dashes(arguments: Sequence[str]) -> list[str]:
-    """`--max_steps=5` of the earlier guides is `--max-steps=5`; values and other programs' arguments stay as they are."""
-    if arguments and arguments[0] in _PASSING_ARGUMENTS_ON:
-        return list(arguments)
+    """`--max_steps=5` of the earlier guides is `--max-steps=5`; values stay as they are."""
     fixed = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")
@@ -77,30 +56,69 @@ def with_dashes(arguments: Sequence[str]) -> list[str]:
     return fixed
 
 
-def fail(error: ModelCheckError) -> int:
-    sys.stdout.flush()
-    print(f"model-check: error: {error}", file=sys.stderr)
-    return error.exit_code
+def _exiting(implementation: Callable[..., Any]) -> Callable[..., None]:
+    """A verb that returns a number exits with it."""
+    import typer
+
+    @functools.wraps(implementation)
+    def command(*args: Any, **kwargs: Any) -> None:
+        code = implementation(*args, **kwargs)
+        if code:
+            raise typer.Exit(code)
+
+    return command
 
 
-def main(arguments: Sequence[str] | None = None) -> Any:
-    """Runs the command line and exits with its code."""
-    given = with_dashes(sys.argv[1:] if arguments is None else arguments)
+def call(name: str, arguments: Sequence[str]) -> None:
+    """Runs one verb; leaves through SystemExit."""
+    import typer
+
+    verb = VERBS[name]
+    implementation = getattr(importlib.import_module(verb.module), verb.function)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    settings = (
+        {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+        if verb.passes_arguments_on
+        else {}
+    )
+    app.command(name, context_settings=settings)(_exiting(implementation))
+    app(list(arguments) if verb.passes_arguments_on else with_dashes(arguments), prog_name=f"model-check {name}")
+
+
+def _unknown(name: str) -> UsageError:
+    near = difflib.get_close_matches(name, VERBS, n=1)
+    return UsageError(
+        f"there is no verb '{name}'",
+        remedy=f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The command line, from the first word to the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(overview())
+        sys.exit(0 if given else 2)
+    if given[0] in ("-V", "--version"):
+        from model_check import __version__
+
+        print(f"model-check {__version__}")
+        sys.exit(0)
     try:
-        code = _group().main(args=given, prog_name="model-check", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
+        if given[0] not in VERBS:
+            raise _unknown(given[0])
+        call(given[0], given[1:])
+    except ModelCheckError as error:
+        sys.stdout.flush()
+        print(f"model-check: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except click.exceptions.Abort:
-        sys.exit(130)
     except KeyboardInterrupt:
         sys.exit(130)
-    except ModelCheckError as error:
-        sys.exit(fail(error))
     except BrokenPipeError:
+        # The reader of our output is gone; what is left in the buffer has nowhere to go.
         sys.stderr.close()
         sys.exit(141)
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(0)
 
 
 if __name__ == "__main__":

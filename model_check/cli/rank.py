@@ -19,6 +19,7 @@ from model_check.engine.place import Place, join, leave
 from model_check.engine.profile import profiled
 from model_check.engine.worker import assemble, find_checkpoint, fit, open_loader
 from model_check.launch import RankContext, step_line
+from model_check.observe import instrument
 from model_check.observe.metrics import MetricsWriter, Sink, TensorBoardSink, WandbSink
 from model_check.rundir import RunDir
 
@@ -72,8 +73,9 @@ def _metrics(order: TrainOrder, place: Place, run_dir: RunDir) -> Iterator[Metri
 def train_rank(context: RankContext, order: TrainOrder) -> None:
     """Trains as one rank; returns after the last step, or exits with 75 (saved) or 143 (not saved) when asked to stop."""
     config = order.config
-    stop = _StopFlag()
     run_dir = RunDir(Path(context.run_dir))
+    instrument.install(run_dir.root, rank=context.rank, world_size=context.world_size, local_rank=context.local_rank)
+    stop = _StopFlag()
     place = Place(context.rank, context.world_size, torch.device(context.device), context.label)
     threads = max(1, torch.get_num_threads() // context.local_world_size) if place.device.type == "cpu" else 1
     torch.set_num_threads(threads)

@@ -11,7 +11,7 @@ import typer
 
 from model_check.errors import UsageError
 from model_check.launch.supervisor import Limits, Supervisor
-from model_check.rundir import RunDir, Verdict
+from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
 
 
@@ -28,7 +28,7 @@ def run(
     hang_kill_after_s: Annotated[
         float, typer.Option("--hang-kill-after-s", min=0.0, help="End an idle hang after this long; 0: only on proof.")
     ] = 300.0,
-) -> None:
+) -> int:
     """Run SCRIPT ARGS… on N ranks as torchrun would, and name every hang and crash: rank, line, cause, fix.
 
     With `--` in front, run a COMMAND that starts its ranks itself (torchrun, accelerate launch, mp.spawn).
@@ -57,7 +57,7 @@ def run(
     else:
         verdict = _run_script(words, nproc or 1, module, directory, supervisor)
     _show_end(verdict, directory)
-    raise typer.Exit(verdict.exit_code or 0)
+    return verdict.exit_code or 0
 
 
 def _after_double_dash(words: list[str]) -> bool:
@@ -85,9 +85,11 @@ def _supervisor(directory: RunDir, hang_kill_after_s: float) -> Supervisor:
 def _run_script(words: list[str], nproc: int, module: bool, directory: RunDir, supervisor: Supervisor) -> Verdict:
     # torch comes with these: a usage error must not wait for it.
     from model_check.launch.foreign import ForeignScript, run_script
+    from model_check.observe.environment import snapshot_environment
 
     script = ForeignScript(words[0], tuple(words[1:]), module)
     script.check()
+    write_json_atomic(directory.environment, snapshot_environment())
     result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor)
     if result.outcome == "interrupted":
         supervisor.note_stop(result.message)

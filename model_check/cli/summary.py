@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from model_check.cli.supervision import short
 from model_check.rundir import RunDir, read_jsonl
 
 # The first steps compile and warm up; they are left out of the speed, never out of the loss.
@@ -18,7 +19,7 @@ def summary_lines(run_dir: RunDir, log_dir: Path, *, entropy_floor: float | None
     lines = []
     if records:
         lines.append(_result_line(records, entropy_floor))
-    lines.append(f"run directory  {_short(run_dir.root)}")
+    lines.append(f"run directory  {short(run_dir.root)}")
     lines.append(f"logs           {log_dir}")
     return lines
 
@@ -37,10 +38,3 @@ def _result_line(records: list[dict[str, Any]], entropy_floor: float | None) -> 
     parts.append(f"peak {max(r['memory_gib'] for r in records):.1f} GiB")
     return "done: " + ", ".join(parts)
 
-
-def _short(path: Path) -> str:
-    """Relative to where the user stands, when that is shorter."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -69,7 +69,7 @@ def _placement(
     config: Config, visible: list[Gpu], gpus: str | None, nproc: int | None, single: bool
 ) -> tuple[list[Gpu], int]:
     """The GPUs of the job and its number of ranks on this host."""
-    wanted = nproc or gpu_count_from_environment(os.environ)
+    wanted = gpu_count_from_environment(os.environ) if nproc is None else nproc
     if single and gpus is None and wanted is None:
         if not visible:
             return [], 1
@@ -134,6 +134,7 @@ def _train_here(
     from model_check.cli.prepare import prepare_with_progress
     from model_check.cli.rank import TrainOrder, train_rank
     from model_check.cli.summary import summary_lines
+    from model_check.cli.supervision import show_findings, supervisor_for
     from model_check.data import entropy_floor
     from model_check.engine.data_spec import data_spec
     from model_check.launch.console import ConsoleOptions
@@ -143,6 +144,7 @@ def _train_here(
     _write_identity(directory, config)
     Verdict(world_size=ranks * nnodes).write(directory.verdict)
     prepare_with_progress(config)
+    supervisor = supervisor_for(directory, config.launch.hang_kill_after_s)
     result = launch_job(
         train_rank,
         TrainOrder(config, resume),
@@ -152,11 +154,15 @@ def _train_here(
         start="cold" if config.launch.start == "cold" else "warm",
         preload_modules=_preload(config, bool(chosen)),
         max_restarts=config.launch.max_restarts,
+        hooks=supervisor.hooks(),
         console=ConsoleOptions(
             max_steps=config.training.max_steps,
             log_copies=Path(config.logging.dir) if config.logging.dir else None,
         ),
     )
+    if result.outcome == "interrupted":
+        supervisor.note_stop(result.message)
+    show_findings(supervisor.finish(result.outcome, result.exits, result.exit_code))
     floor = entropy_floor(data_spec(config)) if config.data.dataset == "synthetic" else None
     for line in summary_lines(directory, result.log_dir, entropy_floor=floor):
         typer.echo(line)

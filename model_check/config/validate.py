@@ -219,7 +219,9 @@ def unsupported(config: Config) -> list[Problem]:
             "none",
         ),
         "fsdp.cpu_offload": (str(config.fsdp.cpu_offload).lower(), config.fsdp.cpu_offload, "false"),
-        "training.precision": (config.training.precision, config.training.compute_precision == "fp8", "bf16"),
+        "launch.start": (config.launch.start, config.launch.start == "gate", "warm"),
+        "launch.low_memory": ("true", config.launch.low_memory, "false"),
+        "launch.memory_limit_gb": (config.launch.memory_limit_gb, config.launch.memory_limit_gb is not None, "null"),
     }
     return [
         Problem(

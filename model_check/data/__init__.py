@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from model_check.data.packed import PackedCache, check_vocabulary, verify
-from model_check.data.prepare import PreparedData, Progress, prepare
+from model_check.data.preparation import PreparedData, Progress, prepare
 from model_check.data.spec import DataSpec
 from model_check.data.synthetic import entropy_floor
 from model_check.data.tokenizer import Tokenizer, load_tokenizer

@@ -167,18 +167,17 @@ class BatchLoader:
         first = start.position + (micro_step * self._world_size + self._rank) * self._batch_size
         sample_ids = self._order.samples_at(start.epoch, first, self._batch_size)
         length = self._context_length
-        tokens = self._empty()
-        targets = self._empty()
-        document_ids = self._empty() if self._document_mask else None
-        positions = self._empty() if self._document_mask else None
+        parts = [self._empty() for _ in range(4 if self._document_mask else 2)]
+        arrays = [part.numpy() for part in parts]
         for row, sample in enumerate(sample_ids.tolist()):
             begin = sample * length
             data = self._cache.read(begin, begin + length + 1)
-            tokens.numpy()[row] = data[:-1]
-            targets.numpy()[row] = data[1:]
-            if document_ids is not None and positions is not None:
-                document_ids.numpy()[row], positions.numpy()[row] = self._documents_of(begin)
-        return Batch(tokens, targets, torch.from_numpy(sample_ids), document_ids, positions)
+            arrays[0][row] = data[:-1]
+            arrays[1][row] = data[1:]
+            if self._document_mask:
+                arrays[2][row], arrays[3][row] = self._documents_of(begin)
+        tokens, targets, *documents = parts
+        return Batch(tokens, targets, torch.from_numpy(sample_ids), *documents)
 
     def _empty(self) -> torch.Tensor:
         pin = torch.cuda.is_initialized() if self._pin_memory is None else self._pin_memory

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import numpy as np
 
 from model_check.data.encoded import EncodedDocuments
-from model_check.data.tokenizer import BpeTokenizer, Tokenizer
+from model_check.data.tokenizer import BpeTokenizer, Tokenizer, documents_encoder
 from model_check.errors import DataError
 
 BATCH_CHARS = 1 << 20
@@ -158,9 +158,9 @@ def serve() -> None:
     if greeting is None:
         return
     serialised, eos_id = greeting
-    tokenizer = BpeTokenizer("worker", serialised, int(eos_id))
+    encode = documents_encoder(serialised, int(eos_id))
     while (texts := _receive_texts(source)) is not None:
-        _send_documents(sink, tokenizer.encode_documents(texts))
+        _send_documents(sink, encode(texts))
 
 
 def _send_texts(pipe: BinaryIO, texts: list[str]) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,37 +92,35 @@ class BpeTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.eos_id = _eos_id(name, vocabulary, eos_token)
         self.fingerprint = hashlib.sha256(f"{self.eos_id}\n{serialised}".encode()).hexdigest()
-        self._documents_encoder: _DocumentsEncoder | None = None
+        self._encode_documents: Callable[[list[str]], EncodedDocuments] | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_documents(self, texts: list[str]) -> EncodedDocuments:
-        if self._documents_encoder is None:
-            self._documents_encoder = _DocumentsEncoder(self)
-        return self._documents_encoder.encode(texts)
+        if self._encode_documents is None:
+            self._encode_documents = documents_encoder(self.serialised, self.eos_id)
+        return self._encode_documents(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-class _DocumentsEncoder:
-    """Many documents at a time: through the word cache where it is exact, else in one plain call."""
+def documents_encoder(serialised: str, eos_id: int) -> Callable[[list[str]], EncodedDocuments]:
+    """Encodes many documents at a time: through the word cache where it is exact, else in one plain call."""
+    from model_check.data.word_cache import WordCache, can_split
 
-    def __init__(self, tokenizer: BpeTokenizer) -> None:
-        from model_check.data.word_cache import WordCache, can_split
+    if can_split(serialised):
+        return WordCache(serialised, eos_id).encode
+    plain = BpeTokenizer("plain", serialised, eos_id)
 
-        self._tokenizer = tokenizer
-        self._words = WordCache(tokenizer.serialised, tokenizer.eos_id) if can_split(tokenizer.serialised) else None
-
-    def encode(self, texts: list[str]) -> EncodedDocuments:
-        if self._words is not None:
-            return self._words.encode(texts)
-        end = [self._tokenizer.eos_id]
-        documents = [np.array(ids + end, dtype=np.uint32) for ids in self._tokenizer.encode_batch(texts)]
+    def encode(texts: list[str]) -> EncodedDocuments:
+        documents = [np.array([*ids, eos_id], dtype=np.uint32) for ids in plain.encode_batch(texts)]
         lengths = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
         ids = np.concatenate(documents) if documents else np.zeros(0, dtype=np.uint32)
         return EncodedDocuments(ids=ids, lengths=lengths)
+
+    return encode
 
 
 def _eos_id(name: str, vocabulary: dict[str, int], eos_token: str | int | None) -> int:

@@ -62,12 +62,31 @@ def can_split(serialised: str) -> bool:
     plain_model = model.get("type") == "BPE" and not model.get("dropout")
     normalizer = parts.get("normalizer")
     plain_normalizer = normalizer is None or normalizer.get("type") == "NFC"
-    plain_tokens = all(
-        not (token.get("lstrip") or token.get("rstrip") or token.get("single_word"))
-        and not re.search(r"\s", token["content"])
-        for token in parts.get("added_tokens") or []
+    return (
+        plain_model
+        and plain_normalizer
+        and _plain_added_tokens(parts)
+        and _known_pre_tokenizer(parts.get("pre_tokenizer"))
     )
-    return plain_model and plain_normalizer and plain_tokens and _known_pre_tokenizer(parts.get("pre_tokenizer"))
+
+
+def _plain_added_tokens(parts: dict[str, Any]) -> bool:
+    """Added tokens that are found in the text by their letters alone, all in one pass."""
+    tokens = parts.get("added_tokens") or []
+    by_letters = all(
+        token["content"] and not (token.get("lstrip") or token.get("rstrip") or token.get("single_word"))
+        for token in tokens
+    )
+    passes = {bool(token.get("normalized")) for token in tokens}
+    return by_letters and len(passes) <= 1 and (True not in passes or parts.get("normalizer") is None)
+
+
+def _added_tokens(serialised: str) -> re.Pattern[str] | None:
+    """Finds the added tokens of a text, the longest first, as `tokenizers` does before anything else."""
+    contents = [token["content"] for token in json.loads(serialised).get("added_tokens") or []]
+    if not contents:
+        return None
+    return re.compile("(" + "|".join(re.escape(content) for content in sorted(contents, key=len, reverse=True)) + ")")
 
 
 def _known_pre_tokenizer(pre_tokenizer: dict[str, Any] | None) -> bool:
@@ -103,13 +122,14 @@ class WordCache:
     """Encodes batches of documents; keeps what it learned between batches."""
 
     def __init__(self, serialised: str, eos_id: int) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_str(serialised)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._serialised = serialised
         # One call for many pieces is twice as fast as one text a piece; the marker keeps them apart.
-        self._marked = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        self._marked = tokenizers.Tokenizer.from_str(serialised)
+        self._marked.no_truncation()
+        self._marked.no_padding()
         self._marked.add_special_tokens([tokenizers.AddedToken(_SEPARATOR, special=True, normalized=False)])
         self._separator_id = self._marked.token_to_id(_SEPARATOR)
+        self._added = _added_tokens(serialised)
         self._eos_id = eos_id
         self._forget()
 
@@ -127,7 +147,14 @@ class WordCache:
         pieces: list[str] = []
         piece_ends = np.empty(len(texts), dtype=np.int64)
         for i, text in enumerate(texts):
-            pieces += PIECE.findall(text)
+            if self._added is None:
+                pieces += PIECE.findall(text)
+            else:
+                between = self._added.split(text)  # text, token, text, token, …, text
+                pieces += PIECE.findall(between[0])
+                for token, rest in zip(between[1::2], between[2::2], strict=True):
+                    pieces.append(token)
+                    pieces += PIECE.findall(rest)
             pieces.append("")
             piece_ends[i] = len(pieces)
         numbers = np.fromiter(map(self._numbers.__getitem__, pieces), dtype=np.int32, count=len(pieces))
@@ -142,14 +169,7 @@ class WordCache:
         return EncodedDocuments(ids=self._ids[gather], lengths=lengths)
 
     def _learn(self, pieces: list[str]) -> None:
-        ids_of_pieces = self._encode_marked(pieces)
-        if ids_of_pieces is None:
-            encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
-            lists = [encoding.ids for encoding in encodings]
-            counts = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
-            ids = np.fromiter(chain.from_iterable(lists), dtype=np.uint32, count=int(counts.sum()))
-        else:
-            ids, counts = ids_of_pieces
+        ids, counts = self._encode_marked(pieces) or self._encode_one_by_one(pieces)
         first = len(self._ids)
         self._starts = np.concatenate([self._starts, first + np.cumsum(counts) - counts])
         self._counts = np.concatenate([self._counts, counts])
@@ -166,3 +186,11 @@ class WordCache:
             return None
         counts = np.diff(marks, prepend=-1) - 1
         return np.delete(marked, marks), counts
+
+    def _encode_one_by_one(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        plain = tokenizers.Tokenizer.from_str(self._serialised)
+        plain.no_truncation()
+        plain.no_padding()
+        lists = [encoding.ids for encoding in plain.encode_batch_fast(pieces, add_special_tokens=False)]
+        counts = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+        return np.fromiter(chain.from_iterable(lists), dtype=np.uint32, count=int(counts.sum())), counts

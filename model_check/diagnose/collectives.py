@@ -17,12 +17,15 @@ from model_check.diagnose.issues import GroupTable, Issue, Key
 Kind = Literal["op", "shape", "dtype", "crossed", "shifted"]
 Manner = Literal["order", "missing", "extra"]
 
-# Operations whose tensors must have one size (and dtype) on every rank. The sizes of all_gather lists, gather,
-# scatter, all_to_all and object collectives may differ.
+# Operations whose tensors must have one size (and dtype) on every rank. The sizes of all_gather lists (not on gloo),
+# gather, scatter, all_to_all and object collectives may differ.
 SAME_SIZE_OPS = frozenset({"all_reduce", "broadcast", "reduce", "reduce_scatter"})
 SAME_DTYPE_OPS = SAME_SIZE_OPS | {"all_gather", "gather", "scatter"}
 _CROSSING_REACH = 4
 _SETTLED = 3
+_REMEMBERED = 256
+_LOOK_BACK = 64
+ROOTED_OPS = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 @dataclass(frozen=True)
@@ -47,21 +50,42 @@ class Divergence:
         return self.calls[ranks[0]]
 
 
-def find_divergence(table: GroupTable) -> Divergence | None:
-    """The first sequence number at which the ranks of this group part, if they do."""
-    for seq in table.shared_sequences:
+class Matcher:
+    """Compares groups that grow: what has matched once is not looked at again."""
+
+    def __init__(self) -> None:
+        self._matched: dict[str, int] = {}
+        self._silent: dict[str, Divergence] = {}
+
+    def find(self, table: GroupTable) -> Divergence | None:
+        """The first number at which the group's ranks part. One that stops nobody is remembered for good."""
+        held = self._silent.get(table.group)
+        if held is not None:
+            return held
+        divergence = find_divergence(table, self._matched.get(table.group, 0))
+        if divergence is None:
+            # A crossing or a shift shows only in the calls that follow.
+            self._matched[table.group] = max(0, table.settled() - _LOOK_BACK)
+        elif divergence.kind in ("dtype", "crossed"):
+            self._silent[table.group] = divergence
+        return divergence
+
+
+def find_divergence(table: GroupTable, start: int = 0) -> Divergence | None:
+    """The first sequence number from `start` on at which the ranks of this group part, if they do."""
+    for seq in table.shared_sequences(start):
         calls = table.at(seq)
         kind = _mismatch(table, calls)
         if kind is not None:
             return _judge(table, seq, calls, kind)
-    return _crossed_pair(table) or _shifted(table)
+    return _crossed_pair(table, start) or _shifted(table, start)
 
 
 def _mismatch(table: GroupTable, calls: dict[int, Issue]) -> Kind | None:
     issues = list(calls.values())
-    if len({issue.op for issue in issues}) > 1:
+    if len({(issue.op, _root(issue)) for issue in issues}) > 1:
         # An operation that all ranks got through cannot have been a mismatch: no backend completes one.
-        return None if all(_passed(table, issue) for issue in issues) else "op"
+        return None if all(table.passed(issue) for issue in issues) else "op"
     op = issues[0].op
     dtypes = {issue.dtype for issue in issues if issue.dtype not in ("none", "other", "")}
     if op in SAME_DTYPE_OPS and len(dtypes) > 1:
@@ -70,8 +94,10 @@ def _mismatch(table: GroupTable, calls: dict[int, Issue]) -> Kind | None:
     if len(sizes) > 1:
         if op in SAME_SIZE_OPS:
             return "shape"
-        if op == "all_gather" and not all(_passed(table, issue) for issue in issues) and _leaves_routine(table, issues):
-            return "op"
+        if op == "all_gather" and not all(table.came_back(issue) for issue in issues):
+            if _leaves_routine(table, issues):
+                return "op"
+            return "shape" if table.equal_gathers else None
     return None
 
 
@@ -87,9 +113,9 @@ def _size(issue: Issue) -> int | None:
     return math.prod(issue.shape) if issue.shape else None
 
 
-def _passed(table: GroupTable, issue: Issue) -> bool:
-    """The rank came back from this collective and went on to issue another one in the group."""
-    return issue.ended and table.highest(issue.rank) > issue.seq
+def _root(issue: Issue) -> int:
+    """The source or destination that all ranks must name alike; -1 where the operation has none."""
+    return issue.peer if issue.op in ROOTED_OPS else -1
 
 
 def _signature(issue: Issue, kind: Kind) -> object:
@@ -99,7 +125,7 @@ def _signature(issue: Issue, kind: Kind) -> object:
         return issue.dtype
     if kind == "crossed":
         return issue.text_key
-    return (issue.op, _size(issue) if issue.op == "all_gather" else None)
+    return (issue.op, _root(issue), _size(issue) if issue.op == "all_gather" else None)
 
 
 def _judge(table: GroupTable, seq: int, calls: dict[int, Issue], kind: Kind) -> Divergence:
@@ -108,7 +134,7 @@ def _judge(table: GroupTable, seq: int, calls: dict[int, Issue], kind: Kind) -> 
     if kind == "op" and guilty:
         others = [issue for rank, issue in calls.items() if rank not in guilty]
         manner = _manner(table, calls[guilty[0]], others[0])
-    waiting = [issue for issue in calls.values() if not _passed(table, issue)]
+    waiting = [issue for issue in calls.values() if not table.passed(issue)]
     return Divergence(kind, manner, table, seq, calls, guilty, blame, stuck=len(waiting) > 1)
 
 
@@ -120,7 +146,10 @@ def blame_for(
     (common, most), *rest = counts.most_common()
     if rest and most > rest[0][1] and most > len(calls) / 2:
         guilty = tuple(sorted(rank for rank, signature in signatures.items() if signature != common))
-        return guilty, f"{most} of {len(calls)} ranks agree, {ranks_text(guilty)} differ{'s' if len(guilty) == 1 else ''}"
+        return (
+            guilty,
+            f"{most} of {len(calls)} ranks agree, {ranks_text(guilty)} differ{'s' if len(guilty) == 1 else ''}",
+        )
     surprising = {rank: _surprise(table, issue) for rank, issue in calls.items()}
     odd = tuple(sorted(rank for rank, value in surprising.items() if value))
     if odd and len(odd) < len(calls) and len({signatures[rank] for rank in odd}) == 1:
@@ -143,15 +172,17 @@ def _surprise(table: GroupTable, issue: Issue) -> str:
 
 
 def _predict(history: Sequence[Issue], count: int) -> list[Issue]:
-    """The calls that came next the last time this rank had just made the same calls."""
-    for depth in (3, 2, 1):
-        if len(history) <= depth:
-            continue
-        recent = [issue.key for issue in history[-depth:]]
-        for end in range(len(history) - 1, depth - 1, -1):
-            if [issue.key for issue in history[end - depth : end]] == recent:
-                return list(history[end : end + count])
-    return []
+    """The calls that came next the last time this rank had made the same calls, as many of them as possible."""
+    known = history[-_REMEMBERED:]
+    keys = [(issue.key, _size(issue)) for issue in known]
+    best_length, best_end = 0, 0
+    for end in range(len(keys) - 1, 0, -1):
+        length = 0
+        while length < end and keys[end - 1 - length] == keys[-1 - length]:
+            length += 1
+        if length > best_length:
+            best_length, best_end = length, end
+    return list(known[best_end : best_end + count]) if best_length else []
 
 
 def _is_novel(table: GroupTable, issue: Issue) -> bool:
@@ -183,19 +214,21 @@ def _upcoming(table: GroupTable, issue: Issue) -> list[Issue]:
     return later or _predict(history, _CROSSING_REACH)
 
 
-def _crossed_pair(table: GroupTable) -> Divergence | None:
+def _crossed_pair(table: GroupTable, start: int) -> Divergence | None:
     """A then B on one rank, B then A on another, with one signature: each sum mixes two different things."""
-    ranks = sorted(table.issues)
-    for position, left in enumerate(ranks):
-        for right in ranks[position + 1 :]:
-            mine, theirs = table.issues[left], table.issues[right]
-            for seq in (s for s in mine if s in theirs):
-                for later in range(seq + 1, seq + 1 + _CROSSING_REACH):
-                    if later in mine and later in theirs and _crosses(mine[seq], theirs[seq], mine[later], theirs[later]):
-                        calls = table.at(seq)
-                        signatures: dict[int, object] = {r: issue.text_key for r, issue in calls.items()}
-                        guilty, blame = blame_for(table, seq, calls, signatures)
-                        return Divergence("crossed", "order", table, seq, calls, guilty, blame, stuck=False)
+    # Whoever swapped differs from the first rank, or the first rank differs from all.
+    first, *others = sorted(table.issues)
+    mine = table.issues[first]
+    for rank in others:
+        theirs = table.issues[rank]
+        for seq in (s for s in mine if s >= start and s in theirs and mine[s].frame != theirs[s].frame):
+            for later in range(seq + 1, seq + 1 + _CROSSING_REACH):
+                both = later in mine and later in theirs
+                if both and _crosses(mine[seq], theirs[seq], mine[later], theirs[later]):
+                    calls = table.at(seq)
+                    signatures: dict[int, object] = {r: issue.text_key for r, issue in calls.items()}
+                    guilty, blame = blame_for(table, seq, calls, signatures)
+                    return Divergence("crossed", "order", table, seq, calls, guilty, blame, stuck=False)
     return None
 
 
@@ -209,28 +242,29 @@ def _crosses(a1: Issue, b1: Issue, a2: Issue, b2: Issue) -> bool:
     return swapped(a1.key, b1.key, a2.key, b2.key) or swapped(a1.text_key, b1.text_key, a2.text_key, b2.text_key)
 
 
-def _shifted(table: GroupTable) -> Divergence | None:
+def _shifted(table: GroupTable, start: int) -> Divergence | None:
     """The same calls, but from some number on one rank's belong to another step than its peers'."""
-    ranks = sorted(table.issues)
-    for position, left in enumerate(ranks):
-        for right in ranks[position + 1 :]:
-            seq = _shift_between(table, left, right)
-            if seq is None:
-                continue
-            calls = table.at(seq)
-            guilty, blame = blame_for(table, seq, calls, {rank: issue.step for rank, issue in calls.items()})
-            ahead = max(calls.values(), key=lambda issue: issue.step)
-            if not guilty:
-                guilty = _uneven_counts(table, seq, calls)
-                blame = f"the number of its calls in one step changed from its own earlier steps for {ranks_text(guilty)}"
-            manner: Manner = "missing" if not guilty or ahead.rank in guilty else "extra"
-            return Divergence("shifted", manner, table, seq, calls, guilty, blame, stuck=False)
+    first, *others = sorted(table.issues)
+    for rank in others:
+        seq = _shift_between(table, first, rank, start)
+        if seq is None:
+            continue
+        calls = table.at(seq)
+        guilty, blame = blame_for(table, seq, calls, {r: issue.step for r, issue in calls.items()})
+        if not guilty:
+            guilty = _uneven_counts(table, seq, calls)
+            blame = (
+                f"{ranks_text(guilty)} made another number of calls in a step than in earlier steps" if guilty else ""
+            )
+        ahead = max(calls.values(), key=lambda issue: issue.step)
+        manner: Manner = "missing" if not guilty or ahead.rank in guilty else "extra"
+        return Divergence("shifted", manner, table, seq, calls, guilty, blame, stuck=False)
     return None
 
 
-def _shift_between(table: GroupTable, left: int, right: int) -> int | None:
+def _shift_between(table: GroupTable, left: int, right: int, start: int) -> int | None:
     """The first number after which the steps of two ranks differ by another, then constant, amount."""
-    shared = [s for s in table.shared_sequences if s in table.issues[left] and s in table.issues[right]]
+    shared = [s for s in table.issues[left] if s >= start and s in table.issues[right]]
     gaps = [(s, table.issues[left][s].step - table.issues[right][s].step) for s in shared]
     for at in range(_SETTLED, len(gaps) - _SETTLED + 1):
         before = {gap for _, gap in gaps[at - _SETTLED : at]}

@@ -1,4 +1,4 @@
-"""Rules on ranks that failed: which one failed first by itself, and why: MC301-MC313, MC216, MC501, MC103, MC104, MC107, MC110.
+"""Rules on ranks that failed: which one failed first by itself, and why: MC3xx, and what its exception is about.
 
 A rank whose error only says that a peer is gone is a victim, whatever its exit code, and so is a rank that we ended.
 """
@@ -17,12 +17,14 @@ from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable
-from model_check.diagnose.mismatch import last_swallowed, swallowed_finding, user_frame
+from model_check.diagnose.mismatch import last_swallowed, raised_at, swallowed_finding, user_frame
 from model_check.diagnose.victims import is_lost_peer
 from model_check.diagnose.waits import Wait
 from model_check.rundir import Finding
 
-_FATAL_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS})
+_FATAL_SIGNALS = frozenset(
+    {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
+)
 _ENDING_SIGNALS = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP})
 _SAVED_AND_STOPPED = 75
 _GIB = 1 << 30
@@ -59,14 +61,15 @@ def crash_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mapp
 def find_failures(evidence: Evidence) -> list[Failure]:
     """Ranks that raised, or ended with anything but 0, and that we did not end ourselves."""
     failures = []
-    ours = _signals_of_ours(evidence)
     for rank in evidence.ranks.values():
         exception = _fatal_exception(rank)
         end = rank.exit
-        if exception is None and (end is None or end.ok or end.code == _SAVED_AND_STOPPED or (end.code is None and end.signal is None)):
+        if exception is None and (
+            end is None or end.ok or end.code == _SAVED_AND_STOPPED or (end.code is None and end.signal is None)
+        ):
             continue
         began = _time(exception) or (end.t if end is not None else evidence.now)
-        ended_by_us = exception is None and rank.rank in ours and end is not None and end.t >= ours[rank.rank] - 0.05
+        ended_by_us = exception is None and end is not None and evidence.stands(rank.rank)
         failures.append(Failure(rank, began, exception, ended_by_us or _says_lost_peer(rank, exception)))
     first = min((f.began for f in failures if not f.victim), default=None)
     return [_swept_away(f, first) for f in failures]
@@ -79,15 +82,6 @@ def _swept_away(failure: Failure, first: float | None) -> Failure:
     if by_signal and first is not None and failure.began > first:
         return Failure(failure.rank, failure.began, None, victim=True)
     return failure
-
-
-def _signals_of_ours(evidence: Evidence) -> dict[int, float]:
-    sent: dict[int, float] = {}
-    for record in evidence.said("signal_sent"):
-        rank = record.get("rank")
-        if isinstance(rank, int):
-            sent.setdefault(rank, float(record.get("t") or 0.0))
-    return sent
 
 
 def _fatal_exception(rank: RankEvidence) -> Mapping[str, Any] | None:
@@ -121,6 +115,11 @@ def _text(exception: Mapping[str, Any]) -> str:
 def _same_trouble(one: Failure, other: Failure) -> bool:
     if one is other:
         return True
+    if one.exception is None and other.exception is None:
+        ends = (one.rank.exit, other.rank.exit)
+        return (
+            all(end is not None and end.signal is None for end in ends) and len({end.code for end in ends if end}) == 1
+        )
     if one.exception is None or other.exception is None:
         return False
     return (one.exception.get("type"), _site(one)) == (other.exception.get("type"), _site(other))
@@ -132,7 +131,12 @@ def _site(failure: Failure) -> str:
 
 
 def _root_finding(
-    evidence: Evidence, root: Failure, like_it: Sequence[Failure], victims: list[int], waits: Mapping[int, Wait], later: list[int]
+    evidence: Evidence,
+    root: Failure,
+    like_it: Sequence[Failure],
+    victims: list[int],
+    waits: Mapping[int, Wait],
+    later: list[int],
 ) -> Finding:
     ranks = sorted(f.rank.rank for f in like_it)
     facts = _aftermath(evidence, victims, waits, later)
@@ -141,7 +145,7 @@ def _root_finding(
     end = root.rank.exit
     if end is not None and end.signal is not None:
         return _signal_finding(evidence, root, victims, facts)
-    return _exit_code_finding(evidence, root, victims, facts)
+    return _exit_code_finding(evidence, root, ranks, victims, facts)
 
 
 def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, Wait], later: list[int]) -> list[str]:
@@ -161,13 +165,17 @@ def _exception_finding(
 ) -> Finding:
     exception = root.exception or {}
     code, about = classify_exception(exception, evidence=evidence, ranks=ranks)
-    frame = user_frame(exception)
+    frame = raised_at(root.rank, exception)
     kind = str(exception.get("type", "exception"))
     message = str(exception.get("message", "")).strip()
     first_line = message.split("\n")[0]
     who = ranks_text(ranks)
     place = f" at {frame.site} in {frame.function}" if frame is not None else ""
-    memory = _memory_history(root.rank) if code in ("MC307", "MC501") else []
+    extra = _memory_history(root.rank) if code in ("MC307", "MC501") else []
+    if code == "MC110" and (path := _file_being_read(root.rank, root.began)):
+        extra.append(f"observed: it was reading {path}")
+    if code == "MC216" and "signal: Killed" in message:
+        extra.append("observed: the worker was ended by SIGKILL")
     title = about.replace("{who}", who) if about else f"{who} raised {kind}: {first_line[:160]}"
     return make_finding(
         code,
@@ -175,7 +183,7 @@ def _exception_finding(
         ranks=ranks,
         victims=victims,
         frame=frame,
-        evidence=[f"observed: {who} raised {kind}: {first_line[:400]}{place}", *memory, *facts],
+        evidence=[f"observed: {who} raised {kind}: {first_line[:400]}{place}", *extra, *facts],
         certainty="proven",
         step=root.rank.step,
         phase=root.rank.innermost.phase if root.rank.innermost is not None else None,
@@ -184,11 +192,20 @@ def _exception_finding(
     )
 
 
+def _file_being_read(rank: RankEvidence, before: float) -> str:
+    crumbs = (
+        c for c in reversed(rank.crumbs) if c.phase == "load" and c.event == "begin" and c.time_ns / 1e9 <= before
+    )
+    crumb = next(crumbs, None)
+    return crumb.detail if crumb is not None else ""
+
+
 def _memory_history(rank: RankEvidence) -> list[str]:
     history = [s.rss for s in rank.samples if s.rss] + [int(e.get("rss") or 0) for e in rank.happened("memory")]
     if not history:
         return []
-    return [f"observed: resident memory {history[0] / _GIB:.2f} GiB at first, {max(history) / _GIB:.2f} GiB at its highest"]
+    first, most = history[0] / _GIB, max(history) / _GIB
+    return [f"observed: resident memory (RSS) {first:.2f} GiB at first, {most:.2f} GiB at its highest"]
 
 
 def _signal_finding(evidence: Evidence, root: Failure, victims: list[int], facts: list[str]) -> Finding:
@@ -211,7 +228,9 @@ def _signal_finding(evidence: Evidence, root: Failure, victims: list[int], facts
     )
 
 
-def _explain_signal(evidence: Evidence, rank: RankEvidence, number: int, name: str) -> tuple[str, str, list[str], Frame | None]:
+def _explain_signal(
+    evidence: Evidence, rank: RankEvidence, number: int, name: str
+) -> tuple[str, str, list[str], Frame | None]:
     memory = _memory_history(rank)
     pid = rank.exit.pid if rank.exit is not None else rank.pid
     if number == signal.SIGKILL:
@@ -238,23 +257,28 @@ def _crash_frame(rank: RankEvidence) -> Frame | None:
     return next((f for f in rank.fault_frames if f.is_user_code), None) or rank.last_site()
 
 
-def _exit_code_finding(evidence: Evidence, root: Failure, victims: list[int], facts: list[str]) -> Finding:
+def _exit_code_finding(
+    evidence: Evidence, root: Failure, ranks: list[int], victims: list[int], facts: list[str]
+) -> Finding:
     rank, end = root.rank, root.rank.exit
     code = end.code if end is not None else None
     exits = rank.happened("exit")
     via = str(exits[-1].get("via") or "") if exits else ""
     frame = (user_frame(exits[-1]) if exits else None) or rank.last_site()
     missed = bool(victims) or _others_go_on(evidence, rank)
-    swallowed = last_swallowed(rank)
+    swallowed = last_swallowed(evidence, rank.rank)
     if swallowed is not None and missed:
         return swallowed_finding(evidence, rank.rank, swallowed, victims, facts)
     return make_finding(
         "MC313",
-        f"rank {rank.rank} exited with code {code} without an exception",
-        ranks=[rank.rank],
+        f"{ranks_text(ranks)} exited with code {code} without an exception",
+        ranks=ranks,
         victims=victims,
         frame=frame,
-        evidence=[f"observed: rank {rank.rank} exited with code {code}" + (f" through {via}" if via else ""), *facts],
+        evidence=[
+            f"observed: {ranks_text(ranks)} exited with code {code}" + (f" through {via}" if via else ""),
+            *facts,
+        ],
         certainty="proven" if missed else "observed",
         # All ranks that end with a code of their own choice, and nobody waiting, is a decision of the script.
         severity="error" if missed else "warning",
@@ -275,19 +299,25 @@ def _only_victims(
     evidence: Evidence, tables: Sequence[GroupTable], failures: Sequence[Failure], waits: Mapping[int, Wait]
 ) -> list[Finding]:
     """Every failure says that somebody else is gone: look for whoever left without one."""
-    natural = [f for f in failures if f.exception is not None or f.rank.exit is None or f.rank.exit.signal is None or f.rank.log_tail]
+    natural = [
+        f
+        for f in failures
+        if f.exception is not None or f.rank.exit is None or f.rank.exit.signal is None or f.rank.log_tail
+    ]
     lost = [f for f in natural if f.exception is not None or _says_lost_peer(f.rank, None)]
     if not lost:
         return []
     first = lost[0]
     victims = sorted(f.rank.rank for f in failures)
-    gone = [r.rank for r in evidence.ranks.values() if r.exit is not None and r.exit.ok and r.exit.t <= first.began + 2.0]
+    gone = [
+        r.rank for r in evidence.ranks.values() if r.exit is not None and r.exit.ok and r.exit.t <= first.began + 2.0
+    ]
     text = str((first.exception or {}).get("message", "")).split("\n")[0][:200]
     facts = [f"observed: rank {first.rank.rank} lost its peer: {text}", *waiting_text(waits, victims)]
     if gone:
         return [departed_finding(evidence, tables, gone, victims, facts)]
     for number in evidence.all_ranks:
-        record = last_swallowed(evidence.of(number))
+        record = last_swallowed(evidence, number)
         if record is not None:
             return [swallowed_finding(evidence, number, record, [v for v in victims if v != number], facts)]
     if any(r.alive for r in evidence.ranks.values()) and evidence.live:

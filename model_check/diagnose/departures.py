@@ -1,4 +1,4 @@
-"""Rules on ranks that left with exit code 0 while others still needed them: MC205, MC206, MC207, MC217, MC302, MC308, MC309."""
+"""Rules on ranks that left with exit code 0 while others still needed them: MC308, MC309, MC217, and why they left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
-from model_check.diagnose.issues import GroupTable, Issue
+from model_check.diagnose.issues import GroupTable, Issue, is_issue
 from model_check.diagnose.mismatch import last_swallowed, ran_out_of_data, swallowed_finding, uneven_finding, user_frame
 from model_check.diagnose.victims import is_store_loss
 from model_check.rundir import Finding
@@ -19,7 +19,7 @@ def departed_finding(
 ) -> Finding:
     """Why ranks that ended without an error are missed by the others."""
     first = min((evidence.of(rank) for rank in gone), key=lambda r: r.exit.t if r.exit is not None else 0.0)
-    swallowed = last_swallowed(first)
+    swallowed = last_swallowed(evidence, first.rank)
     if swallowed is not None:
         return swallowed_finding(evidence, first.rank, swallowed, victims, facts)
     out = [rank for rank in gone if ran_out_of_data(evidence.of(rank))]
@@ -35,7 +35,9 @@ def departed_finding(
     if lonely is not None:
         return _lonely(evidence, lonely, gone, facts)
     if first.exit is not None and first.exit.code is None:
-        return _left(evidence, "MC217", f"rank {first.rank} is gone while other ranks wait for it", first, victims, facts)
+        return _left(
+            evidence, "MC217", f"rank {first.rank} is gone while other ranks wait for it", first, victims, facts
+        )
     title = f"rank {first.rank} finished with fewer collectives than its peers: it skipped one"
     return _left(evidence, "MC206", title, first, victims, facts)
 
@@ -49,7 +51,8 @@ def _left(
     evidence: Evidence, code: str, title: str, rank: RankEvidence, victims: Iterable[int], facts: list[str]
 ) -> Finding:
     exits = rank.happened("exit")
-    frame = (user_frame(exits[-1]) if exits else None) or rank.last_site()
+    asked = user_frame(exits[-1]) if exits else None
+    frame = asked or _last_collective(rank) or rank.last_site()
     return make_finding(
         code,
         title,
@@ -63,6 +66,12 @@ def _left(
         began=rank.exit.t if rank.exit is not None else rank.last_progress_t,
         now=evidence.now,
     )
+
+
+def _last_collective(rank: RankEvidence) -> Frame | None:
+    """Where it last met its peers: what it did at its very end has nothing to do with them."""
+    crumb = next((c for c in reversed(rank.crumbs) if is_issue(c) and c.file), None)
+    return Frame(crumb.file, crumb.line, crumb.function) if crumb is not None else None
 
 
 def _exit_facts(evidence: Evidence, ranks: Iterable[int]) -> list[str]:

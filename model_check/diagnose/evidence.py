@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from model_check.diagnose.frames import Frame, ThreadStack
 from model_check.rundir.ring import FLAG_ASYNC, Crumb
 
+if TYPE_CHECKING:
+    from model_check.diagnose.issues import Issue, MessageKey
+
 STALL_FLOOR_S = 5.0
 STALL_STEPS = 5.0
+_CLOCK_SLACK_S = 0.05
 WAIT_PHASES = frozenset({"collective", "barrier", "p2p", "init", "store", "gate"})
 P2P_OPS = frozenset({"send", "recv", "batch_p2p"})
 
@@ -98,10 +103,19 @@ class RankEvidence:
     exit: RankExit | None = None
     started_t: float | None = None
     log_tail: str = ""
+    issues: Mapping[str, Mapping[int, Issue]] = field(default_factory=dict)
+    returned: Mapping[str, Set[int]] = field(default_factory=dict)
+    messages: Mapping[MessageKey, int] = field(default_factory=dict)
+    complete: bool = True  # no record of the ring was lost before it was read
 
     @property
     def pid(self) -> int:
         return int(self.header.get("pid") or (self.samples[-1].pid if self.samples else 0))
+
+    @property
+    def cwd(self) -> str:
+        """The folder the rank ran in: relative paths start there."""
+        return str(self.header.get("cwd") or "")
 
     @property
     def alive(self) -> bool:
@@ -164,7 +178,9 @@ class RankEvidence:
         """It has been through init_process_group, or says that it is past it."""
         if any(e.get("event") in ("group", "config_hash", "versions") for e in self.events):
             return True
-        return any(c.phase in ("collective", "barrier", "p2p") or (c.phase == "init" and c.event == "end") for c in self.crumbs)
+        return any(
+            c.phase in ("collective", "barrier", "p2p") or (c.phase == "init" and c.event == "end") for c in self.crumbs
+        )
 
     def happened(self, event: str) -> list[Mapping[str, Any]]:
         return [record for record in self.events if record.get("event") == event]
@@ -186,9 +202,9 @@ class RankEvidence:
 
     def last_site(self) -> Frame | None:
         if self.innermost is not None and self.innermost.file:
-            return frame_of(self.innermost)
+            return frame_of(self.innermost, self.cwd)
         crumb = next((c for c in reversed(self.crumbs) if c.file), None)
-        return frame_of(crumb) if crumb is not None else None
+        return frame_of(crumb, self.cwd) if crumb is not None else None
 
 
 @dataclass(frozen=True)
@@ -235,7 +251,7 @@ class Evidence:
 
     @cached_property
     def median_step_s(self) -> float | None:
-        gaps = [b - a for r in self.ranks.values() for a, b in zip(r.step_times, r.step_times[1:], strict=False)]
+        gaps = [b - a for r in self.ranks.values() for a, b in pairwise(r.step_times)]
         return statistics.median(gaps) if gaps else None
 
     @cached_property
@@ -250,13 +266,29 @@ class Evidence:
         return min([*exits, self.now])
 
     @cached_property
+    def signals_sent(self) -> dict[int, float]:
+        """When the launcher first told a rank to end."""
+        sent: dict[int, float] = {}
+        for record in self.said("signal_sent"):
+            rank, t = record.get("rank"), record.get("t")
+            if isinstance(rank, int) and isinstance(t, (int, float)):
+                sent.setdefault(rank, float(t))
+        return sent
+
+    def stands(self, rank: int) -> bool:
+        """It lives, or lived until the launcher ended it."""
+        end = self.of(rank).exit
+        return end is None or (rank in self.signals_sent and end.t >= self.signals_sent[rank] - _CLOCK_SLACK_S)
+
+    @cached_property
     def stalled(self) -> bool:
-        """Said by the launcher, or, without one, by the ages of the open spans."""
+        """Said by the launcher that watches; of a dead run, by the ages of the open waits."""
         if self.stall is not None:
             return True
-        quiet = [
-            self.end_t - r.last_progress_t for r in self.ranks.values() if r.last_progress_t is not None and r.blocking is not None
-        ]
+        if self.live and self.said("job_started"):
+            return False
+        waits = [r for r in self.ranks.values() if r.last_progress_t is not None and r.blocking is not None]
+        quiet = [self.end_t - r.last_progress_t for r in waits if r.last_progress_t is not None]
         return bool(quiet) and max(quiet) >= self.stall_threshold_s
 
     @cached_property
@@ -283,8 +315,8 @@ class Evidence:
 
 
 def _steps_done(rank: RankEvidence) -> int:
-    """The newest record's step is the index of the step in progress: as many are complete."""
-    return max((c.step for c in rank.crumbs[-64:]), default=0)
+    """Every record carries the number of steps completed before it; the mark at a step's end completes one more."""
+    return max((c.step + (c.phase == "step") for c in rank.crumbs[-64:]), default=0)
 
 
 def _members_named(crumb: Crumb) -> tuple[int, ...]:
@@ -292,9 +324,9 @@ def _members_named(crumb: Crumb) -> tuple[int, ...]:
     for text in (crumb.detail, crumb.group):
         if text.startswith("ranks"):
             body = text[len("ranks") :].strip(" =:[(").split("#")[0].split("]")[0].split(")")[0]
-            numbers = [part.strip() for part in body.split(",")]
-            if numbers and all(n.split(" ")[0].isdigit() for n in numbers):
-                return tuple(sorted(int(n.split(" ")[0]) for n in numbers))
+            spans = [part.strip().split("-") for part in body.split(",")]
+            if all(end.isdigit() for span in spans for end in span):
+                return tuple(sorted(n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)))
     return ()
 
 
@@ -302,5 +334,5 @@ def is_async(crumb: Crumb) -> bool:
     return bool(crumb.flags & FLAG_ASYNC)
 
 
-def frame_of(crumb: Crumb) -> Frame:
-    return Frame(file=crumb.file, line=crumb.line, function=crumb.function)
+def frame_of(crumb: Crumb, root: str = "") -> Frame:
+    return Frame(file=crumb.file, line=crumb.line, function=crumb.function, root=root)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 
+from model_check.diagnose.collectives import Matcher
 from model_check.diagnose.crash import crash_findings, find_failures
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.hang import hang_findings
@@ -37,13 +38,14 @@ class Examiner:
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
         self._reader = Reader(run_dir)
+        self._matcher = Matcher()
         self._first_seen: dict[tuple[str, tuple[int, ...]], float] = {}
         previous = Verdict.read(run_dir.verdict)
         for finding in previous.findings if previous is not None else []:
             self._remember(finding)
 
     def update(self, *, live: bool = True, now: float | None = None) -> Verdict:
-        verdict = judge(self._reader.read(live=live, now=now))
+        verdict = judge(self._reader.read(live=live, now=now), self._matcher)
         for finding in verdict.findings:
             key = (finding.code, tuple(finding.ranks))
             if key in self._first_seen:
@@ -60,9 +62,9 @@ class Examiner:
             self._first_seen[(finding.code, tuple(finding.ranks))] = finding.seconds_to_detect
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
     """All rules over one reading of the evidence."""
-    findings = find_all(evidence)
+    findings = find_all(evidence, matcher or Matcher())
     outcome, exit_code = _outcome(evidence, findings)
     return Verdict(
         outcome=outcome,
@@ -73,10 +75,10 @@ def judge(evidence: Evidence) -> Verdict:
     )
 
 
-def find_all(evidence: Evidence) -> list[Finding]:
+def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     tables = group_tables(evidence)
     waits = find_waits(evidence, tables)
-    mismatches = mismatch_findings(evidence, tables)
+    mismatches = mismatch_findings(evidence, tables, matcher)
     crashes = crash_findings(evidence, tables, waits)
     certain = [f for f in mismatches if f.certainty != "suspected"]
     if certain and crashes and _explains(evidence, certain[0], crashes[0]):

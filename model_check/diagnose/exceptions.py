@@ -19,7 +19,8 @@ _DEVICE_OOM = re.compile(r"(CUDA|HIP|MPS|XPU) ?(error: )?out of memory|CUBLAS_ST
 _HOST_OOM = re.compile(r"std::bad_alloc|DefaultCPUAllocator|can't allocate memory|cannot allocate memory", re.I)
 _ASSERT = re.compile(r"device-side assert", re.I)
 _DEVICE_LOST = re.compile(
-    r"uncorrectable ECC|\bXid\b|fallen off the bus|device (is )?lost|GPU is lost|unknown error.*CUDA|unspecified launch failure|"
+    r"uncorrectable ECC|\bXid\b|fallen off the bus|device (is )?lost|GPU is lost|unknown error.*CUDA|"
+    r"unspecified launch failure|"
     r"NVLink|hardware (stack )?error",
     re.I,
 )
@@ -29,7 +30,9 @@ _TORN = re.compile(
     r"Extra data|Parquet magic bytes|file is too small|Ran out of input",
     re.I,
 )
-_TORN_TYPES = frozenset({"EOFError", "UnpicklingError", "JSONDecodeError", "SafetensorError", "ArrowInvalid", "BadZipFile"})
+_TORN_TYPES = frozenset(
+    {"EOFError", "UnpicklingError", "JSONDecodeError", "SafetensorError", "ArrowInvalid", "BadZipFile"}
+)
 _MAKES_DIRECTORY = re.compile(r"\bmkdir\(|\bmakedirs\(|\.mkdir\(|\brmtree\(|\bsymlink|\brename\(|\breplace\(")
 
 
@@ -78,7 +81,7 @@ def _short(text: str) -> str:
 
 def _frames(exception: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     frames = exception.get("frames")
-    found = [f for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
+    found: list[Mapping[str, Any]] = [f for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
     given = exception.get("user_frame")
     return [*found, given] if isinstance(given, dict) else found
 

@@ -1,6 +1,6 @@
 """The c10d flight recorder's dumps, in one form for gloo and NCCL.
 
-On gloo `state` stays "scheduled" for ever and point-to-point calls are absent: an entry that is not retired is in flight.
+On gloo `state` stays "scheduled" for ever and point-to-point calls are absent: what is not retired is in flight.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from model_check.diagnose.evidence import FlightEntry
-from model_check.diagnose.frames import Frame
+from model_check.diagnose.frames import Frame, whole
 from model_check.rundir import read_json
 
 _OPS = {
@@ -17,6 +17,7 @@ _OPS = {
     "all_reduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
     "_allgather_base": "all_gather",
+    "_all_gather_base": "all_gather",
     "allgather": "all_gather",
     "all_gather": "all_gather",
     "allgather_into_tensor_coalesced": "all_gather",
@@ -35,9 +36,9 @@ _OPS = {
 
 
 def op_name(profiling_name: str) -> str:
-    """"nccl:_all_gather_base" and "gloo:all_gather" are both an all_gather."""
+    """ "nccl:_all_gather_base" and "gloo:all_gather" are both an all_gather."""
     name = profiling_name.rpartition(":")[2].strip().lower()
-    return _OPS.get(name) or _OPS.get(name.replace("all_", "all").lstrip("_")) or name or "other"
+    return _OPS.get(name, name or "other")
 
 
 def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
@@ -61,7 +62,7 @@ def _group(entry: dict[str, Any]) -> str:
 def _user_site(frames: Any) -> tuple[str, str]:
     for body in frames if isinstance(frames, list) else []:
         if isinstance(body, dict):
-            frame = Frame(str(body.get("filename") or ""), int(body.get("line") or 0), str(body.get("name") or ""))
+            frame = Frame(str(body.get("filename") or ""), whole(body.get("line")), str(body.get("name") or ""))
             if frame.is_user_code:
                 return frame.site, frame.function
     return "", ""
@@ -73,7 +74,7 @@ def _entry(body: dict[str, Any]) -> FlightEntry:
     site, function = _user_site(body.get("frames"))
     return FlightEntry(
         group=_group(body),
-        seq=int(body.get("collective_seq_id") or body.get("seq_id") or 0),
+        seq=whole(body.get("collective_seq_id")) or whole(body.get("seq_id")),
         op=op_name(str(body.get("profiling_name") or "")),
         dtypes=_dtypes(body.get("input_dtypes")),
         shapes=_shapes(body.get("input_sizes")),

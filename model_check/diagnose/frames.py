@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import sysconfig
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
+
+from model_check.diagnose.source import source_text
 
 _STDLIB = tuple(
     path.rstrip("/") + "/" for key in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(key)) is not None
@@ -19,11 +20,28 @@ _INSTALLED = ("/site-packages/", "/dist-packages/", "/model_check/")
 _FOREIGN_STDLIB = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")
 _LOCK_FUNCTIONS = {"acquire", "__enter__", "wait", "join", "_wait_for_tstate_lock", "get", "put", "result", "wait_for"}
 _LOCK_FILES = ("threading.py", "queue.py", "concurrent/futures/_base.py", "multiprocessing/synchronize.py")
-_LOCK_TEXT = re.compile(r"\.acquire\(|\block\b|\bwith\s+[\w.\[\]]*(lock|mutex|cond|sem)\w*|\.join\(\s*\)|\.wait\(\s*\)", re.I)
-_NETWORK = ("huggingface_hub/", "datasets/", "wandb/", "mlflow/", "requests/", "urllib3/", "httpx/", "httpcore/", "comet_ml/")
+_LOCK_TEXT = re.compile(
+    r"\.acquire\(|\block\b|\bwith\s+[\w.\[\]]*(lock|mutex|cond|sem)\w*|\.join\(\s*\)|\.wait\(\s*\)", re.I
+)
+_NETWORK = (
+    "huggingface_hub/",
+    "datasets/",
+    "wandb/",
+    "mlflow/",
+    "requests/",
+    "urllib3/",
+    "httpx/",
+    "httpcore/",
+    "comet_ml/",
+)
 _NETWORK_STDLIB = ("ssl.py", "socket.py", "http/client.py", "urllib/request.py")
 _WRITE_TEXT = re.compile(r"\bopen\(|\.write\(|\.flush\(|fsync|torch\.save\(|save_file\(|write_text\(|write_bytes\(")
 _INPUT_TEXT = re.compile(r"\binput\(|stdin\.(read|readline|buffer)|\bgetpass\(|in sys\.stdin")
+
+
+def whole(value: Any) -> int:
+    """A whole number from a file that anybody may have written; 0 where it is none."""
+    return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1 << 62 else 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,7 @@ class Frame:
     line: int
     function: str
     text: str = ""
+    root: str = field(default="", compare=False)  # the folder that a relative path starts from
 
     @property
     def site(self) -> str:
@@ -45,12 +64,13 @@ class Frame:
         return is_user_path(self.file)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Frame:
+    def from_json(cls, value: Mapping[str, Any], root: str = "") -> Frame:
         return cls(
             file=str(value.get("file") or ""),
-            line=int(value.get("line") or 0),
+            line=whole(value.get("line")),
             function=str(value.get("function") or ""),
             text=str(value.get("text") or ""),
+            root=root,
         )
 
 
@@ -80,11 +100,6 @@ def is_user_path(file: str) -> bool:
     if any(part in path for part in _INSTALLED) or path.startswith("model_check/"):
         return False
     return not (path.startswith(_STDLIB) or _FOREIGN_STDLIB.search(path))
-
-
-def source_text(frame: Frame) -> str:
-    """The source line of a frame: from the evidence, else from the file where it can be read here."""
-    return frame.text.strip() or linecache.getline(frame.file, frame.line).strip()
 
 
 def _inner_part(thread: ThreadStack) -> Iterable[Frame]:

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
-from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, seconds_since, waiting_text
-from model_check.diagnose.frames import Frame, source_text
+from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable
+from model_check.diagnose.source import source_text
 from model_check.diagnose.standing import Standing
 from model_check.diagnose.waits import Wait, find_cycle, holders
 from model_check.rundir import Finding
@@ -27,7 +28,11 @@ _SLOW_BUT_FINE = {
     "start": "starting",
     "gate": "waiting its turn to import",
 }
-_COMPUTING = {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}
+_COMPUTING = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+}
 
 
 def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mapping[int, Wait]) -> list[Finding]:
@@ -36,14 +41,18 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     if cycle:
         return [_cycle(evidence, cycle, waits)]
     held = holders(waits, evidence)
-    gone = [rank for rank in held if (end := evidence.of(rank).exit) is not None and (end.ok or end.code is None and end.signal is None)]
+    gone = [
+        rank
+        for rank in held
+        if (end := evidence.of(rank).exit) is not None and (end.ok or (end.code is None and end.signal is None))
+    ]
     if gone:
         victims = sorted({victim for rank in gone for victim in held[rank]})
         return [departed_finding(evidence, tables, gone, victims, waiting_text(waits, victims))]
     if not evidence.stalled:
         return []
-    stopped = [r for r in evidence.ranks.values() if r.alive and Standing(evidence, r).stopped]
-    suspects = {r.rank: sorted(waits) for r in stopped} or {rank: held[rank] for rank in held if evidence.of(rank).alive}
+    stopped = [r for r in evidence.ranks.values() if evidence.stands(r.rank) and Standing(evidence, r).stopped]
+    suspects = {r.rank: sorted(waits) for r in stopped} or {rank: held[rank] for rank in held if evidence.stands(rank)}
     if not suspects:
         suspects = _idle_alone(evidence, waits)
     if not suspects and waits:
@@ -56,7 +65,12 @@ def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list
     quiet = {}
     for rank in evidence.ranks.values():
         since = rank.last_progress_t
-        if rank.alive and rank.rank not in waits and since is not None and evidence.now - since >= evidence.stall_threshold_s:
+        if (
+            evidence.stands(rank.rank)
+            and rank.rank not in waits
+            and since is not None
+            and evidence.now - since >= evidence.stall_threshold_s
+        ):
             quiet[rank.rank] = sorted(waits)
     return quiet
 
@@ -147,9 +161,9 @@ def _name(standing: Standing, joining: bool) -> Named:
         or _input(standing)
         or _loader(standing)
         or _network(standing)
+        or _write(standing)
         or _gil(standing)
         or _lock(standing)
-        or _write(standing)
         or (_never_joined(standing) if joining else None)
         or _spinning(standing)
         or _slow(standing)
@@ -223,13 +237,15 @@ def _lock(s: Standing) -> Named | None:
     for thread in waiters:
         frame = thread.user_frame
         if frame is not None:
-            text = source_text(frame)
+            text, name = source_text(frame), thread.name or thread.native_id
             facts.append(
-                f"observed: thread {thread.name or thread.native_id} waits for a lock at {frame.site} in {frame.function}"
+                f"observed: thread {name} waits for a lock at {frame.site} in {frame.function}"
                 + (f": {text}" if text else "")
             )
     if len(waiters) > 1:
-        facts.append("inferred: these threads each hold what another one waits for; a plain lock does not record its owner")
+        facts.append(
+            "inferred: these threads each hold what another one waits for; a plain lock does not record its owner"
+        )
         title = f"threads of rank {s.rank.rank} wait for each other's locks"
     else:
         facts.append("observed: no other thread of this process is about to release it")
@@ -269,7 +285,11 @@ def _slow(s: Standing) -> Named | None:
         doing = _COMPUTING.get(s.phase)
     if doing is None:
         return None
-    spent = f"{max(0.0, s.evidence.now - (s.rank.innermost.time_ns / 1e9)):.0f} s" if s.rank.innermost is not None else "long"
+    spent = (
+        f"{max(0.0, s.evidence.now - (s.rank.innermost.time_ns / 1e9)):.0f} s"
+        if s.rank.innermost is not None
+        else "long"
+    )
     facts = [f"observed: rank {s.rank.rank} has been {doing} for {spent}"]
     if s.cpu_share is not None:
         facts.append(f"observed: it uses {100 * s.cpu_share:.0f} % of a core")

@@ -6,19 +6,18 @@ wrong; numbers that a wrapped ring no longer holds are never compared.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from model_check.diagnose.evidence import P2P_OPS, Evidence, FlightEntry, RankEvidence, is_async
-from model_check.diagnose.frames import Frame, source_text
-from model_check.rundir.ring import FLAG_NATIVE, Crumb
+from model_check.diagnose.evidence import P2P_OPS, Evidence, FlightEntry
+from model_check.diagnose.frames import Frame
+from model_check.diagnose.source import statement
+from model_check.rundir.ring import Crumb
 
 Key = tuple[str, str]  # (operation, call site)
-
-# The phases that give a collective its place within a step.
-_CONTEXT_PHASES = frozenset({"data", "forward", "backward", "optimizer", "step", "save", "load", "eval"})
+MessageKey = tuple[str, int, str]  # (send or recv, peer, group)
+_NONE_RETURNED: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,11 @@ class Issue:
     shape: tuple[int, ...]
     bytes: int
     frame: Frame | None
-    step: int
-    t: float
-    context: str
-    native: bool
-    asynchronous: bool
-    ended: bool
-    phase: str = "collective"
+    step: int = -1
+    t: float = 0.0
+    context: str = ""
+    native: bool = False
+    peer: int = -1
 
     @property
     def site(self) -> str:
@@ -52,12 +49,11 @@ class Issue:
     @cached_property
     def text_key(self) -> Key:
         """The call by its source text: the same statement in two branches of an `if rank` is the same call."""
-        text = source_text(self.frame) if self.frame is not None else ""
-        whole = text.count("(") == text.count(")") and "(" in text
-        return (self.op, text if whole else self.site)
+        text = statement(self.frame) if self.frame is not None else ""
+        return (self.op, text or self.site)
 
     def describe(self) -> str:
-        """all_reduce of float32[64, 64] at train.py:40 in backward"""
+        """all_reduce of float32[64, 64] at train.py:40"""
         shape = f"[{', '.join(map(str, self.shape))}]" if self.shape else ""
         what = f"{self.op} of {self.dtype}{shape}" if self.dtype not in ("none", "") else self.op
         where = f" at {self.site}" if self.site else ""
@@ -67,18 +63,31 @@ class Issue:
 
 @dataclass(frozen=True)
 class GroupTable:
-    """The issues of one group: rank -> sequence number -> issue."""
+    """The issues of one group: rank -> sequence number -> issue, and the numbers that came back without an error."""
 
     group: str
     members: tuple[int, ...]
     issues: Mapping[int, Mapping[int, Issue]]
+    returned: Mapping[int, Set[int]]
     known: frozenset[int]  # members whose record is complete enough to say what they have not done
+    equal_gathers: bool = False  # the backend cannot gather tensors of different sizes
+
+    @cached_property
+    def _highest(self) -> dict[int, int]:
+        return {rank: max(table, default=0) for rank, table in self.issues.items()}
 
     def highest(self, rank: int) -> int:
-        return max(self.issues.get(rank, {}), default=0)
+        return self._highest.get(rank, 0)
 
     def at(self, seq: int) -> dict[int, Issue]:
         return {rank: table[seq] for rank, table in self.issues.items() if seq in table}
+
+    def came_back(self, issue: Issue) -> bool:
+        return issue.seq in self.returned.get(issue.rank, _NONE_RETURNED)
+
+    def passed(self, issue: Issue) -> bool:
+        """The rank came back from this collective and went on to issue another one in the group."""
+        return self.came_back(issue) and self.highest(issue.rank) > issue.seq
 
     def history(self, rank: int, before: int) -> list[Issue]:
         return [issue for seq, issue in self.issues.get(rank, {}).items() if seq < before]
@@ -87,44 +96,26 @@ class GroupTable:
         """Members that have not issued this number, as far as can be known."""
         return [rank for rank in self.members if rank in self.known and self.highest(rank) < seq]
 
-    @cached_property
-    def shared_sequences(self) -> list[int]:
-        """Numbers that at least two ranks still hold, in order."""
-        counts = Counter(seq for table in self.issues.values() for seq in table)
-        return sorted(seq for seq, count in counts.items() if count > 1)
+    def settled(self) -> int:
+        """The highest number that every member with a record has issued."""
+        return min((self.highest(rank) for rank in self.members if rank in self.known), default=0)
 
-
-def _issues_of(rank: RankEvidence) -> Iterator[Issue]:
-    ended = {crumb.span for crumb in rank.crumbs if crumb.event == "end"}
-    context = ""
-    for crumb in rank.crumbs:
-        if crumb.phase in _CONTEXT_PHASES:
-            context = f"{crumb.phase}:{crumb.event}"
-        if is_issue(crumb):
-            yield Issue(
-                rank=rank.rank,
-                group=crumb.group,
-                seq=crumb.collective_seq,
-                op=crumb.op,
-                dtype=crumb.dtype,
-                shape=crumb.shape,
-                bytes=crumb.bytes,
-                frame=Frame(crumb.file, crumb.line, crumb.function) if crumb.file else None,
-                step=crumb.step,
-                t=crumb.time_ns / 1e9,
-                context=context,
-                native=bool(crumb.flags & FLAG_NATIVE),
-                asynchronous=is_async(crumb),
-                ended=crumb.seq in ended,
-                phase=crumb.phase,
-            )
+    def shared_sequences(self, start: int = 0) -> list[int]:
+        """Numbers from `start` on that at least two ranks still hold, in order."""
+        seen: set[int] = set()
+        shared: set[int] = set()
+        for table in self.issues.values():
+            numbers = {seq for seq in table if seq >= start}
+            shared |= seen & numbers
+            seen |= numbers
+        return sorted(shared)
 
 
 def is_issue(crumb: Crumb) -> bool:
     """Whether this record is the start of a collective (not of waiting for one, not point-to-point)."""
     return (
         crumb.collective_seq > 0
-        and crumb.event in ("begin", "point")
+        and crumb.event != "end"
         and crumb.phase != "p2p"
         and crumb.op not in P2P_OPS
         and crumb.detail != "wait"
@@ -133,32 +124,33 @@ def is_issue(crumb: Crumb) -> bool:
 
 def group_tables(evidence: Evidence) -> list[GroupTable]:
     """One table per group, from the rings."""
-    groups: dict[str, dict[int, dict[int, Issue]]] = {}
+    groups: dict[str, dict[int, Mapping[int, Issue]]] = {}
+    returned: dict[str, dict[int, Set[int]]] = {}
     for rank in evidence.ranks.values():
-        for issue in _issues_of(rank):
-            groups.setdefault(issue.group, {}).setdefault(rank.rank, {})[issue.seq] = issue
+        for name, issues in rank.issues.items():
+            groups.setdefault(name, {})[rank.rank] = issues
+            returned.setdefault(name, {})[rank.rank] = rank.returned.get(name, _NONE_RETURNED)
     tables = []
-    for name, issues in groups.items():
+    for name, by_rank in groups.items():
         members = evidence.group_members(name)
-        known = frozenset(
-            rank for rank in members if rank in issues or (evidence.of(rank).header and not _wrapped(evidence.of(rank)))
-        )
-        tables.append(GroupTable(name, members, issues, known))
+        known = frozenset(r for r in members if r in by_rank or (evidence.of(r).header and evidence.of(r).complete))
+        gloo = all(str(evidence.of(rank).header.get("backend") or "") == "gloo" for rank in by_rank)
+        tables.append(GroupTable(name, members, by_rank, returned[name], known, equal_gathers=gloo))
     return tables
 
 
-def _wrapped(rank: RankEvidence) -> bool:
-    return bool(rank.crumbs) and rank.crumbs[0].seq > 1
-
-
 def flight_tables(evidence: Evidence) -> list[GroupTable]:
-    """One table per process group of the flight recorder's dumps; a barrier counts as the all_reduce it may be made of."""
+    """One table per process group of the flight recorder's dumps."""
     groups: dict[str, dict[int, dict[int, Issue]]] = {}
+    returned: dict[str, dict[int, set[int]]] = {}
     for rank in evidence.ranks.values():
         for entry in rank.flight:
             groups.setdefault(entry.group, {}).setdefault(rank.rank, {})[entry.seq] = _from_flight(rank.rank, entry)
+            back = returned.setdefault(entry.group, {}).setdefault(rank.rank, set())
+            if not entry.in_flight:
+                back.add(entry.seq)
     return [
-        GroupTable(f"process group {name}", tuple(sorted(issues)), issues, frozenset())
+        GroupTable(f"process group {name}", tuple(sorted(issues)), issues, returned[name], frozenset())
         for name, issues in groups.items()
         if len(issues) > 1
     ]
@@ -170,15 +162,11 @@ def _from_flight(rank: int, entry: FlightEntry) -> Issue:
         rank=rank,
         group=entry.group,
         seq=entry.seq,
+        # NCCL makes a barrier of an all_reduce, and its recorder shows that.
         op="all_reduce" if entry.op == "barrier" else entry.op,
         dtype=entry.dtypes[0] if entry.dtypes else "none",
         shape=entry.shapes[0] if len(entry.shapes) == 1 else (),
         bytes=0,
         frame=Frame(file, int(line), entry.function) if line.isdigit() else None,
-        step=-1,
-        t=0.0,
-        context="",
         native=True,
-        asynchronous=True,
-        ended=not entry.in_flight,
     )

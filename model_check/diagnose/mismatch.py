@@ -1,10 +1,11 @@
-"""Rules on collectives that do not match: MC201-MC203, MC205-MC208, and MC302 where a swallowed exception is behind it."""
+"""Rules on collectives that do not match: MC201-MC203, MC205-MC208, MC302 where a swallowed exception is behind it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from model_check.diagnose.collectives import Divergence, find_divergence, ranks_text
+from model_check.diagnose.collectives import Divergence, Matcher, find_divergence, ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
@@ -13,13 +14,13 @@ from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
 from model_check.rundir.verdict import Certainty, Severity
 
-_LOADER_ENDED = ("exhausted", "stop", "end", "StopIteration")
+LOADER_ENDED = "exhausted"
 _SHORT = {"op": "MC201", "shape": "MC202", "dtype": "MC203", "crossed": "MC208", "shifted": "MC206"}
 
 
-def mismatch_findings(evidence: Evidence, tables: Iterable[GroupTable]) -> list[Finding]:
+def mismatch_findings(evidence: Evidence, tables: Iterable[GroupTable], matcher: Matcher) -> list[Finding]:
     """One finding per group whose ranks parted; the flight recorder is asked where the rings saw nothing."""
-    parted = [d for d in map(find_divergence, tables) if d is not None]
+    parted = [d for d in map(matcher.find, tables) if d is not None]
     if not parted:
         parted = [d for d in map(find_divergence, flight_tables(evidence)) if d is not None and d.kind != "shifted"]
     parted.sort(key=lambda d: min(issue.t for issue in d.calls.values()))
@@ -30,7 +31,9 @@ def _finding(evidence: Evidence, divergence: Divergence) -> Finding:
     swallowed = _swallowed_before(evidence, divergence)
     if swallowed is not None:
         rank, record = swallowed
-        return swallowed_finding(evidence, rank, record, victims=set(divergence.calls) - {rank}, facts=_calls(divergence))
+        return swallowed_finding(
+            evidence, rank, record, victims=set(divergence.calls) - {rank}, facts=_calls(divergence)
+        )
     if divergence.kind == "op" and (short := _out_of_data(evidence, divergence)):
         return uneven_finding(evidence, short, set(divergence.calls) - set(short), _calls(divergence), proven=True)
     return _plain(evidence, divergence)
@@ -109,7 +112,8 @@ def _calls(divergence: Divergence) -> list[str]:
     """What every rank called at the place where they part."""
     where = f"collective {divergence.seq} of group {divergence.table.group or 'default'}"
     return [
-        f"observed: {where}: {ranks_text(ranks)} called {text}" for text, ranks in _grouped(divergence.calls.items()).items()
+        f"observed: {where}: {ranks_text(ranks)} called {text}"
+        for text, ranks in _grouped(divergence.calls.items()).items()
     ]
 
 
@@ -138,19 +142,30 @@ def _tensor(issue: Issue) -> str | None:
 def _swallowed_before(evidence: Evidence, divergence: Divergence) -> tuple[int, Mapping[str, object]] | None:
     suspects = divergence.guilty or tuple(divergence.calls)
     for rank in suspects:
-        record = last_swallowed(evidence.of(rank), before=divergence.calls[rank].t if rank in divergence.calls else None)
+        record = last_swallowed(evidence, rank, before=divergence.calls[rank].t)
         if record is not None:
             return rank, record
     return None
 
 
-def last_swallowed(rank: RankEvidence, before: float | None = None) -> Mapping[str, object] | None:
-    records = [r for r in rank.happened("swallowed_exception") if before is None or not before or _time(r) <= before + 1.0]
-    return records[-1] if records else None
+def last_swallowed(evidence: Evidence, rank: int, before: float = 0.0) -> Mapping[str, object] | None:
+    """The newest exception that this rank swallowed and not all its peers did: what all do keeps them together."""
+
+    def kind(record: Mapping[str, object]) -> tuple[object, str]:
+        frame = user_frame(record)
+        return record.get("type"), frame.site if frame is not None else ""
+
+    peers = [r for r in evidence.ranks.values() if r.rank != rank]
+    common = [Counter(kind(record) for record in peer.happened("swallowed_exception")) for peer in peers]
+    own = evidence.of(rank).happened("swallowed_exception")
+    counts = Counter(kind(record) for record in own)
+    alone = [r for r in own if not common or any(seen[kind(r)] < counts[kind(r)] for seen in common)]
+    known = [r for r in alone if not before or _time(r) <= before]
+    return known[-1] if known else None
 
 
 def _time(record: Mapping[str, object]) -> float:
-    t = record.get("raised_t", record.get("t"))
+    t = record.get("t_raised", record.get("t"))
     return float(t) if isinstance(t, (int, float)) else 0.0
 
 
@@ -161,13 +176,23 @@ def user_frame(record: Mapping[str, object]) -> Frame | None:
         return Frame.from_json(given)
     frames = record.get("frames")
     parsed = [Frame.from_json(f) for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
-    return next((f for f in reversed(parsed) if f.is_user_code), parsed[-1] if parsed else None)
+    return next((f for f in reversed(parsed) if f.is_user_code), None)
+
+
+def raised_at(rank: RankEvidence, record: Mapping[str, object]) -> Frame | None:
+    """The user's line of an exception; where its frames hold none, the call that the rank was in at that time."""
+    frame = user_frame(record)
+    if frame is not None:
+        return frame
+    moment = _time(record) * 1e9
+    crumb = next((c for c in reversed(rank.crumbs) if c.file and (not moment or c.time_ns <= moment)), None)
+    return Frame(crumb.file, crumb.line, crumb.function, root=rank.cwd) if crumb is not None else None
 
 
 def swallowed_finding(
     evidence: Evidence, rank: int, record: Mapping[str, object], victims: Iterable[int], facts: list[str]
 ) -> Finding:
-    frame = user_frame(record)
+    frame = raised_at(evidence.of(rank), record)
     kind, message = record.get("type", "an exception"), str(record.get("message", "")).split("\n")[0]
     return make_finding(
         "MC302",
@@ -193,16 +218,11 @@ def data_spans(rank: RankEvidence) -> list[Crumb]:
 
 
 def ran_out_of_data(rank: RankEvidence) -> bool:
-    """The rank's last call of its loader ended the loop, or was followed by no more training."""
+    """The rank's last call of a loader was the one that ended its loop."""
     spans = data_spans(rank)
     if not spans:
         return False
-    if spans[-1].detail in _LOADER_ENDED:
-        return True
-    if any(span.detail in _LOADER_ENDED for span in spans):
-        return False
-    after = [c for c in rank.crumbs if c.seq > spans[-1].seq]
-    return not any(c.phase in ("forward", "backward", "optimizer", "step", "data") for c in after)
+    return spans[-1].detail == LOADER_ENDED
 
 
 def _out_of_data(evidence: Evidence, divergence: Divergence) -> list[int]:
@@ -221,7 +241,10 @@ def uneven_finding(
 ) -> Finding:
     ranks = sorted(short)
     first = evidence.of(ranks[0])
-    counted = [f"rank {r.rank}: {len([c for c in r.crumbs if c.phase == 'step' and c.event == 'point'])} steps" for r in evidence.ranks.values()]
+    counted = [
+        f"rank {r.rank}: {len([c for c in r.crumbs if c.phase == 'step' and c.event == 'point'])} steps"
+        for r in evidence.ranks.values()
+    ]
     ended = max((c.time_ns for c in data_spans(first)), default=0) / 1e9
     return make_finding(
         "MC205",

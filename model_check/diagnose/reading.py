@@ -6,23 +6,28 @@ exited is final, and whatever is missing from it was never done.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, RankExit, StackDump
 from model_check.diagnose.flight import read_flight
-from model_check.diagnose.frames import Frame, ThreadStack
+from model_check.diagnose.following import FollowedRing
+from model_check.diagnose.frames import Frame, ThreadStack, whole
 from model_check.rundir import RunDir, read_json
-from model_check.rundir.ring import Crumb, read_header, read_ring
 
 _RANK_FILE = re.compile(r"rank-(\d+)")
 _ROUND = re.compile(r"\.(\d+)\.")
 _FAULT_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)$', re.MULTILINE)
 _LOG_TAIL_BYTES = 16 * 1024
 _KEPT_SAMPLES = 600
+_EARLIER_LIFE_S = 60.0  # a rank writes events before its ring is open, but not for long
 
 
 class JsonlTail:
@@ -36,8 +41,6 @@ class JsonlTail:
 
     def update(self) -> list[str]:
         """Reads on; returns a sentence for what cannot be read."""
-        from json import loads
-
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -50,14 +53,16 @@ class JsonlTail:
             if not line.strip():
                 continue
             try:
-                record = loads(line)
+                record = json.loads(line)
             except ValueError:
                 self._damaged_lines += 1
                 continue
             if isinstance(record, dict):
                 self.records.append(_with_common_names(record))
         damage = [f"{self.path.name}: {self._damaged_lines} lines are not JSON"] if self._damaged_lines else []
-        return [*damage, f"{self.path.name}: the last record is torn (its writer was killed)"] if rest.strip() else damage
+        return (
+            [*damage, f"{self.path.name}: the last record is torn (its writer was killed)"] if rest.strip() else damage
+        )
 
 
 def _with_common_names(record: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +71,11 @@ def _with_common_names(record: dict[str, Any]) -> dict[str, Any]:
         record["event"] = record["kind"]
     if "t" not in record and "monotonic" in record:
         record["t"] = record["monotonic"]
-    if record.get("event") in ("exception", "swallowed_exception") and not record.get("frames") and record.get("traceback"):
+    if (
+        record.get("event") in ("exception", "swallowed_exception")
+        and not record.get("frames")
+        and record.get("traceback")
+    ):
         record["frames"] = [
             {"file": m["file"], "line": int(m["line"]), "function": m["function"]}
             for m in _FAULT_FRAME.finditer(str(record["traceback"]))
@@ -74,31 +83,55 @@ def _with_common_names(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def read_stacks(path: Path) -> StackDump | None:
+@dataclass(frozen=True)
+class Place:
+    """Where a rank ran. Looked at from outside, its script has an absolute path; we say it as its user did."""
+
+    cwd: str = ""
+    script: str = ""
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any]) -> Place:
+        return cls(str(header.get("cwd") or ""), str(header.get("script") or ""))
+
+    def frame(self, frame: Frame) -> Frame:
+        is_script = self.script != "" and frame.file == os.path.normpath(Path(self.cwd, self.script))
+        return replace(frame, file=self.script if is_script else frame.file, root=self.cwd)
+
+
+def _seconds(body: Mapping[str, Any], key: str = "t") -> float:
+    value = body.get(key)
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1 << 62 else 0.0
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def read_stacks(path: Path, place: Place | None = None) -> StackDump | None:
     """One dump, or None where the file is not one."""
     body = read_json(path)
     number = _RANK_FILE.search(path.name)
     if not isinstance(body, dict) or (number is None and "rank" not in body):
         return None
+    place = place or Place()
     threads = []
-    for thread in body.get("threads") or []:
-        if isinstance(thread, dict):
-            frames = tuple(Frame.from_json(f) for f in thread.get("frames") or [] if isinstance(f, dict))
-            threads.append(
-                ThreadStack(
-                    name=str(thread.get("name") or ""),
-                    native_id=int(thread.get("native_id") or 0),
-                    active=bool(thread.get("active")),
-                    gil=bool(thread.get("gil")),
-                    frames=frames,
-                )
+    for thread in _objects(body.get("threads")):
+        threads.append(
+            ThreadStack(
+                name=str(thread.get("name") or ""),
+                native_id=whole(thread.get("native_id")),
+                active=bool(thread.get("active")),
+                gil=bool(thread.get("gil")),
+                frames=tuple(place.frame(Frame.from_json(f)) for f in _objects(thread.get("frames"))),
             )
+        )
     round_number = _ROUND.search(path.name)
     rank = body.get("rank")
     return StackDump(
-        t=float(body.get("t") or 0.0),
-        rank=rank if isinstance(rank, int) else int(number[1]) if number else -1,
-        pid=int(body.get("pid") or 0),
+        t=_seconds(body),
+        rank=rank if isinstance(rank, int) else int(number[1]) if number is not None else -1,
+        pid=whole(body.get("pid")),
         round=int(round_number[1]) if round_number else 0,
         source=str(body.get("source") or ""),
         process=str(body.get("process") or "rank"),
@@ -122,17 +155,17 @@ def read_fault_text(text: str) -> tuple[Frame, ...]:
 def _sample(t: float, body: Mapping[str, Any]) -> ProcSample:
     return ProcSample(
         t=t,
-        pid=int(body.get("pid") or 0),
+        pid=whole(body.get("pid")),
         state=str(body.get("state") or ""),
-        cpu_s=float(body.get("cpu_s") or 0.0),
-        rss=int(body.get("rss") or 0),
-        threads=int(body.get("threads") or 0),
+        cpu_s=_seconds(body, "cpu_s"),
+        rss=whole(body.get("rss")),
+        threads=whole(body.get("threads")),
         wchan=str(body.get("wchan") or ""),
         syscall=str(body.get("syscall") or ""),
         stdin=str(body.get("fd0") or ""),
         syscall_target=str(body.get("syscall_target") or ""),
-        io_bytes=int(body.get("io_bytes") or 0),
-        children=tuple(c for c in body.get("children") or [] if isinstance(c, dict)),
+        io_bytes=whole(body.get("io_bytes")),
+        children=tuple(_objects(body.get("children"))),
     )
 
 
@@ -143,7 +176,7 @@ def samples_by_rank(supervisor: Iterable[Mapping[str, Any]]) -> dict[int, list[P
             continue
         for number, body in record["ranks"].items():
             if str(number).isdigit() and isinstance(body, dict):
-                found.setdefault(int(number), []).append(_sample(float(record.get("t") or 0.0), body))
+                found.setdefault(int(number), []).append(_sample(_seconds(record), body))
     return {rank: samples[-_KEPT_SAMPLES:] for rank, samples in found.items()}
 
 
@@ -154,7 +187,7 @@ class Reader:
         self.run_dir = run_dir
         self._supervisor = JsonlTail(run_dir.supervisor_events)
         self._events: dict[int, JsonlTail] = {}
-        self._rings: dict[int, tuple[tuple[int, int], dict[str, Any], tuple[Crumb, ...], list[str]]] = {}
+        self._rings: dict[int, FollowedRing] = {}
         self._dumps: dict[Path, tuple[float, Any]] = {}
 
     def read(self, *, live: bool, now: float | None = None) -> Evidence:
@@ -163,7 +196,9 @@ class Reader:
         exits, starts = _exits_and_starts(supervisor)
         samples = samples_by_rank(supervisor)
         numbers = self._rank_numbers() | set(exits) | set(starts) | set(samples)
-        ranks = {n: self._read_rank(n, exits.get(n), starts.get(n), samples.get(n, []), damage) for n in sorted(numbers)}
+        ranks = {
+            n: self._read_rank(n, exits.get(n), starts.get(n), samples.get(n, []), damage) for n in sorted(numbers)
+        }
         return Evidence(
             world_size=_world_size(supervisor, ranks),
             ranks=ranks,
@@ -185,34 +220,43 @@ class Reader:
     def _read_rank(
         self, rank: int, exit: RankExit | None, started: float | None, samples: list[ProcSample], damage: list[str]
     ) -> RankEvidence:
-        header, crumbs, ring_damage = self._ring(rank)
+        if rank not in self._rings:
+            self._rings[rank] = FollowedRing(self.run_dir.ring(rank), rank)
+        header = self._rings[rank].read()
+        log = self._rings[rank].log
+        if not header and self.run_dir.ring(rank).exists():
+            damage.append(f"{self.run_dir.ring(rank).name}: not a black box, or its header was never finished")
         tail = self._events.setdefault(rank, JsonlTail(self.run_dir.events(rank)))
-        damage += [*ring_damage, *tail.update()]
-        began = float(header.get("start_monotonic_ns") or 0) / 1e9
+        damage += tail.update()
+        began = whole(header.get("start_monotonic_ns")) / 1e9
         name = f"rank-{rank:05d}"
-        stacks = [d for p in self._files(self.run_dir.stacks_dir, f"{name}.*json") if (d := self._cached(p, read_stacks))]
+        place = Place.of(header)
+        dumps = (
+            self._cached(p, partial(read_stacks, place=place))
+            for p in self._files(self.run_dir.stacks_dir, f"{name}.*json")
+        )
+        stacks = [dump for dump in dumps if dump is not None]
         flights = self._files(self.run_dir.flight_dir, f"{name}.*json")
         return RankEvidence(
             rank=rank,
             header=header,
-            crumbs=crumbs,
+            crumbs=log.crumbs(),
+            issues=log.issues,
+            returned=log.returned,
+            messages=log.messages,
+            complete=log.complete,
             # A restarted rank appends to the file of its first life.
-            events=tuple(e for e in tail.records if float(e.get("t") or began) >= began - 60.0),
+            events=tuple(e for e in tail.records if (_seconds(e) or began) >= began - _EARLIER_LIFE_S),
             stacks=tuple(sorted((s for s in stacks if s.rank == rank), key=lambda s: (s.round, s.t))),
             samples=tuple(samples),
             flight=self._cached(flights[-1], read_flight) if flights else (),
-            fault_frames=read_fault_text(_tail(self.run_dir.stacks_dir / f"{name}.fault.txt")),
+            fault_frames=tuple(
+                place.frame(f) for f in read_fault_text(_tail(self.run_dir.stacks_dir / f"{name}.fault.txt"))
+            ),
             exit=exit,
             started_t=started,
             log_tail=_tail(self.run_dir.logs / f"{name}.log") if exit is not None and not exit.ok else "",
         )
-
-    def _ring(self, rank: int) -> tuple[dict[str, Any], tuple[Crumb, ...], list[str]]:
-        path = self.run_dir.ring(rank)
-        if not path.exists():
-            return {}, (), []
-        reading = read_ring(path)
-        return reading.header, tuple(reading.crumbs), reading.damage
 
     def _files(self, folder: Path, pattern: str) -> list[Path]:
         return sorted(folder.glob(pattern), key=lambda p: (_round_of(p), p.name))
@@ -256,15 +300,16 @@ def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankE
         rank = record.get("rank")
         if not isinstance(rank, int):
             continue
-        t = float(record.get("t") or 0.0)
+        t = _seconds(record)
         if record.get("event") == "rank_started":
             starts[rank] = t
             exits.pop(rank, None)
         elif record.get("event") == "rank_exited":
-            code, signal = record.get("code"), record.get("signal")
-            if isinstance(code, int) and code < 0:  # subprocess's spelling of a signal death
-                code, signal = None, -code
-            exits[rank] = RankExit(t=t, pid=int(record.get("pid") or 0), code=code, signal=signal)
+            code: int | None = record.get("code")
+            signal: int | None = record.get("signal")
+            if isinstance(code, int) and code < 0:
+                signal, code = -code, None  # subprocess's spelling of a signal death
+            exits[rank] = RankExit(t=t, pid=whole(record.get("pid")), code=code, signal=signal)
     return exits, starts
 
 
@@ -275,9 +320,9 @@ def _world_size(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEviden
 
 
 def _last_time(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidence]) -> float:
-    times = [float(r.get("t") or 0.0) for r in supervisor]
+    times = [_seconds(r) for r in supervisor]
     times += [r.last_progress_t for r in ranks.values() if r.last_progress_t is not None]
-    times += [float(e.get("t") or 0.0) for r in ranks.values() for e in r.events]
+    times += [_seconds(e) for r in ranks.values() for e in r.events]
     return max(times, default=0.0)
 
 
@@ -287,6 +332,3 @@ def _cores(environment: Any) -> int | None:
             if isinstance(environment.get(key), int):
                 return int(environment[key])
     return None
-
-
-__all__ = ["Reader", "load", "read_fault_text", "read_header", "read_stacks"]

@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from model_check.diagnose.evidence import WAIT_PHASES, Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding
@@ -21,6 +22,9 @@ from model_check.rundir.ring import Crumb
 STRAGGLER_RATIO = 1.5
 STRAGGLER_STEPS = 5
 STRAGGLER_SHARE = 0.2
+STRAGGLER_SUSTAINED = 0.8
+# Below this a busy host's scheduling alone makes ranks differ.
+STRAGGLER_SECONDS = 0.01
 DATA_BOUND_SHARE = 0.5
 DATA_BOUND_STEPS = 10
 OVERSUBSCRIBED = 3.0
@@ -57,8 +61,9 @@ def step_times(rank: RankEvidence, newest: int = 40) -> list[StepTimes]:
     marks = [i for i, c in enumerate(rank.crumbs) if c.event == "point" and c.phase == "step"][-(newest + 1) :]
     begins: dict[int, Crumb] = {}
     steps = []
-    for first, last in zip(marks, marks[1:], strict=False):
-        waited, phases, wait_depth = 0.0, Counter[str](), 0
+    for first, last in pairwise(marks):
+        waited, wait_depth = 0.0, 0
+        phases: dict[str, float] = {}
         for crumb in rank.crumbs[first : last + 1]:
             if crumb.thread != rank.main_thread:
                 continue
@@ -71,10 +76,9 @@ def step_times(rank: RankEvidence, newest: int = 40) -> list[StepTimes]:
                     wait_depth -= 1
                     waited += seconds if wait_depth == 0 else 0.0
                 elif begin.phase in _OWN_PHASES:
-                    phases[begin.phase] += seconds  # type: ignore[assignment]
+                    phases[begin.phase] = phases.get(begin.phase, 0.0) + seconds
         whole = (rank.crumbs[last].time_ns - rank.crumbs[first].time_ns) / 1e9
-        # DDP's gradient reduction runs inside backward: what backward takes beyond the fastest rank is waiting.
-        steps.append(StepTimes(rank.crumbs[first].step + 1, whole, waited, dict(phases)))
+        steps.append(StepTimes(rank.crumbs[last].step, whole, waited, phases))
     return steps
 
 
@@ -91,18 +95,22 @@ def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Find
         return None
     newest = {rank: steps[-20:] for rank, steps in times.items()}
     # The rank whose backward is shortest is the one that nobody kept waiting in it.
+    # DDP reduces gradients inside backward, so what a backward takes beyond that is waiting, too.
     floor = min(_median_phase(steps, "backward") for steps in newest.values())
     own = {rank: _median_own(steps, floor) for rank, steps in newest.items()}
     slowest = max(own, key=lambda rank: own[rank])
     others = statistics.median([value for rank, value in own.items() if rank != slowest])
     whole = statistics.median(s.whole for s in newest[slowest])
     gap = own[slowest] - others
-    if others <= 0 or own[slowest] / others < STRAGGLER_RATIO or gap < STRAGGLER_SHARE * whole or gap < 0.002:
+    if gap < max(STRAGGLER_SECONDS, STRAGGLER_SHARE * whole) or own[slowest] < STRAGGLER_RATIO * others:
+        return None
+    over = [s.own > STRAGGLER_RATIO * others for s in newest[slowest]]
+    if sum(over) < STRAGGLER_SUSTAINED * len(over):
         return None
     rank = evidence.of(slowest)
     phase = _guilty_phase(newest, slowest)
     frame = _hottest(rank, phase) or _phase_frame(rank, phase)
-    ratio = own[slowest] / others
+    ratio = own[slowest] / max(others, 1e-4)
     return make_finding(
         "MC701",
         f"rank {slowest} is a straggler: its own work takes {ratio:.1f} times as long as its peers'",
@@ -110,8 +118,8 @@ def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Find
         victims=[r for r in times if r != slowest],
         frame=frame,
         evidence=[
-            f"observed: own time per step (without waiting): rank {slowest} {1e3 * own[slowest]:.1f} ms, peers {1e3 * others:.1f} ms",
-            f"observed: over its last {len(newest[slowest])} steps; the difference lies in phase {phase or 'between phases'}",
+            f"observed: own time a step, without waiting: {1e3 * own[slowest]:.1f} ms, its peers {1e3 * others:.1f} ms",
+            f"observed: over {len(newest[slowest])} steps; the difference lies in phase {phase or 'between phases'}",
             f"inferred: every step of the job takes {1e3 * gap:.1f} ms longer than it needs to",
         ],
         severity="warning",
@@ -148,10 +156,10 @@ def _phase_frame(rank: RankEvidence, phase: str | None) -> Frame | None:
 
 def _data_bound(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
     shares = {}
-    for rank, steps in times.items():
+    for number, steps in times.items():
         whole = sum(s.whole for s in steps)
         if len(steps) >= DATA_BOUND_STEPS and whole > 0:
-            shares[rank] = sum(s.phases.get("data", 0.0) for s in steps) / whole
+            shares[number] = sum(s.phases.get("data", 0.0) for s in steps) / whole
     if not shares or min(shares.values()) < DATA_BOUND_SHARE:
         return None
     first = min(shares)
@@ -161,7 +169,10 @@ def _data_bound(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Fin
         f"the data loader takes {100 * statistics.median(shares.values()):.0f} % of every step",
         ranks=sorted(shares),
         frame=_hottest(rank, "data") or _phase_frame(rank, "data"),
-        evidence=[f"observed: share of the step in the loader: " + "; ".join(f"rank {r} {100 * v:.0f} %" for r, v in sorted(shares.items())[:8])],
+        evidence=[
+            "observed: share of the step in the loader: "
+            + "; ".join(f"rank {r} {100 * v:.0f} %" for r, v in sorted(shares.items())[:8])
+        ],
         severity="warning",
         step=rank.step,
         phase="data",
@@ -173,7 +184,9 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
     if not cores:
         return None
     live = [r for r in evidence.ranks.values() if r.samples and r.step is not None and r.step > 0]
-    compute_threads = {r.rank: int(r.header["torch_threads"]) for r in live if isinstance(r.header.get("torch_threads"), int)}
+    compute_threads = {
+        r.rank: int(r.header["torch_threads"]) for r in live if isinstance(r.header.get("torch_threads"), int)
+    }
     threads = compute_threads or {r.rank: r.samples[-1].threads for r in live}
     limit = OVERSUBSCRIBED if compute_threads else 4 * OVERSUBSCRIBED
     total = sum(threads.values())
@@ -223,7 +236,7 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
         return None
     slope, _ = statistics.linear_regression([t for t, _ in points], [rss for _, rss in points])
     grown = points[-1][1] - points[0][1]
-    rises = sum(b[1] >= a[1] for a, b in zip(points, points[1:], strict=False)) / (len(points) - 1)
+    rises = sum(b[1] >= a[1] for a, b in pairwise(points)) / (len(points) - 1)
     second_half = points[len(points) // 2 :]
     late = second_half[-1][1] - second_half[0][1]
     if slope <= 0 or grown < LEAK_SHARE * points[0][1] or rises < 0.9 or late < 0.3 * grown:
@@ -235,7 +248,8 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
         ranks=[rank.rank],
         frame=_phase_frame(rank, "forward"),
         evidence=[
-            f"observed: resident memory rose from {points[0][1] / _GIB:.2f} to {points[-1][1] / _GIB:.2f} GiB in {points[-1][0] - points[0][0]:.0f} s of training",
+            f"observed: resident memory rose from {points[0][1] / _GIB:.2f} to {points[-1][1] / _GIB:.2f} GiB "
+            f"in {points[-1][0] - points[0][0]:.0f} s of training",
             forecast,
         ],
         severity="warning",
@@ -246,5 +260,6 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
 def _forecast(slope: float, now: float, rank: RankEvidence) -> str:
     limit = rank.header.get("memory_limit_bytes")
     if isinstance(limit, int) and limit > now:
-        return f"inferred: at this rate it reaches its limit of {limit / _GIB:.1f} GiB in {(limit - now) / slope / 60:.0f} minutes"
+        minutes = (limit - now) / slope / 60
+        return f"inferred: at this rate it reaches its limit of {limit / _GIB:.1f} GiB in {minutes:.0f} minutes"
     return f"inferred: at this rate it doubles in {now / slope / 60:.0f} minutes"

@@ -1,37 +1,65 @@
-"""The user's source files, where they can be read here: loops around a line, and lines with context."""
+"""The user's source files, where they can be read here: single statements, loops around a line, lines with context."""
 
 from __future__ import annotations
 
 import ast
 import linecache
+import re
 from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from model_check.diagnose.frames import Frame
 
 _MAX_SOURCE_LINES = 20_000
+_COMMENT = re.compile(r"\s*#[^'\"]*$")
+
+
+@lru_cache(maxsize=256)
+def source_lines(file: str, root: str = "") -> tuple[str, ...]:
+    """The lines of a file; a relative path is looked up under the folder that the process ran in, then under ours."""
+    for path in (Path(root, file), Path(file)) if root else (Path(file),):
+        lines = linecache.getlines(str(path))
+        if lines and len(lines) <= _MAX_SOURCE_LINES:
+            return tuple(line.rstrip("\n") for line in lines)
+    return ()
+
+
+def source_text(frame: Frame) -> str:
+    """The source line of a frame: from the evidence, else from the file where it can be read here."""
+    if frame.text:
+        return frame.text.strip()
+    lines = source_lines(frame.file, frame.root)
+    return lines[frame.line - 1].strip() if 1 <= frame.line <= len(lines) else ""
+
+
+def statement(frame: Frame) -> str:
+    """The call on a frame's line without its comment; empty where the line does not hold all of it."""
+    text = _COMMENT.sub("", source_text(frame))
+    return text if "(" in text and text.count("(") == text.count(")") else ""
 
 
 @lru_cache(maxsize=64)
-def _loops(file: str) -> tuple[tuple[int, int], ...]:
-    lines = linecache.getlines(file)
-    if not lines or len(lines) > _MAX_SOURCE_LINES:
-        return ()
+def _loops(file: str, root: str) -> tuple[tuple[int, int], ...]:
     try:
-        tree = ast.parse("".join(lines))
+        tree = ast.parse("\n".join(source_lines(file, root)))
     except (SyntaxError, ValueError):
         return ()
-    found = [n for n in ast.walk(tree) if isinstance(n, (ast.While, ast.For, ast.AsyncFor))]
+    found = [node for node in ast.walk(tree) if isinstance(node, (ast.While, ast.For, ast.AsyncFor))]
     return tuple((node.lineno, node.end_lineno or node.lineno) for node in found)
 
 
-def enclosing_loop(file: str, line: int) -> tuple[int, int] | None:
-    """The first and last line of the innermost loop statement around a line of the file."""
-    around = [span for span in _loops(file) if span[0] <= line <= span[1]]
+def enclosing_loop(frame: Frame) -> tuple[int, int] | None:
+    """The first and last line of the innermost loop statement around a frame's line."""
+    around = [span for span in _loops(frame.file, frame.root) if span[0] <= frame.line <= span[1]]
     return max(around, key=lambda span: span[0], default=None)
 
 
-def lines_around(file: str, line: int, context: int = 2) -> list[tuple[int, str]]:
+def lines_around(file: str, line: int, context: int = 2, root: str = "") -> list[tuple[int, str]]:
     """Numbered source lines around a line; empty where the file cannot be read."""
-    lines = linecache.getlines(file)
+    lines = source_lines(file, root)
     if not 1 <= line <= len(lines):
         return []
     first, last = max(1, line - context), min(len(lines), line + context)
-    return [(number, lines[number - 1].rstrip("\n")) for number in range(first, last + 1)]
+    return [(number, lines[number - 1]) for number in range(first, last + 1)]

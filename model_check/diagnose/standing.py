@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from model_check.diagnose import frames
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, StackDump
@@ -12,6 +13,7 @@ from model_check.diagnose.frames import Frame, ThreadStack
 from model_check.diagnose.source import enclosing_loop
 
 BUSY_SHARE = 0.5
+_SHARED_CORE = 0.05
 _POLLING_SHARE = 0.002
 _WRITE_CALLS = frozenset({"write", "pwrite64", "writev", "open", "openat", "fsync", "fdatasync", "flock", "fcntl"})
 _WRITE_CHANNELS = ("pipe_w", "fifo", "wait_for_partner", "nfs", "rpc_wait", "jbd2", "balance_dirty", "sync")
@@ -50,17 +52,23 @@ class Standing:
     @cached_property
     def cpu_share(self) -> float | None:
         """CPU seconds per second of the process since its last progress; None where two samples are missing."""
-        since = self.rank.last_progress_t or 0.0
-        quiet = [s for s in self.rank.samples if s.t >= since]
+        quiet = self.quiet_samples
         if len(quiet) < 2 or quiet[-1].t - quiet[0].t < 0.3:
             return None
         return (quiet[-1].cpu_s - quiet[0].cpu_s) / (quiet[-1].t - quiet[0].t)
 
+    @cached_property
+    def quiet_samples(self) -> list[ProcSample]:
+        since = self.rank.last_progress_t or 0.0
+        return [s for s in self.rank.samples if s.t >= since]
+
     @property
     def busy(self) -> bool:
+        """It computes, or wants to and shares its core with others."""
         if self.cpu_share is None:
             return self.state == "R"
-        return self.cpu_share >= BUSY_SHARE
+        runnable = sum(s.state == "R" for s in self.quiet_samples) > len(self.quiet_samples) / 2
+        return self.cpu_share >= BUSY_SHARE or (runnable and self.cpu_share >= _SHARED_CORE)
 
     @cached_property
     def frame(self) -> Frame | None:
@@ -77,8 +85,10 @@ class Standing:
     def waits_for_input(self) -> bool:
         if self.phase == "input" or self.in_debugger:
             return True
-        reads_stdin = self.sample is not None and self.sample.syscall == "read" and (
-            self.sample.syscall_target != "" and self.sample.syscall_target == self.sample.stdin
+        reads_stdin = (
+            self.sample is not None
+            and self.sample.syscall == "read"
+            and (self.sample.syscall_target != "" and self.sample.syscall_target == self.sample.stdin)
         )
         return reads_stdin or (self.main is not None and not self.busy and frames.reads_input(self.main))
 
@@ -118,7 +128,9 @@ class Standing:
         if self.main is None or not frames.waits_for_lock(self.main):
             return []
         dump = self.dumps[-1]
-        others = [t for t in dump.threads if t is not dump.main and t.user_frame is not None and frames.waits_for_lock(t)]
+        others = [
+            t for t in dump.threads if t is not dump.main and t.user_frame is not None and frames.waits_for_lock(t)
+        ]
         return [self.main, *others]
 
     @property
@@ -131,8 +143,7 @@ class Standing:
         return blocked or any(name in self.sample.wchan for name in _WRITE_CHANNELS)
 
     def _moves_bytes(self) -> bool:
-        since = self.rank.last_progress_t or 0.0
-        quiet = [s.io_bytes for s in self.rank.samples if s.t >= since]
+        quiet = [s.io_bytes for s in self.quiet_samples]
         return len(quiet) > 1 and quiet[-1] - quiet[0] > 1 << 20
 
     @property
@@ -157,10 +168,10 @@ class Standing:
 
     def _spins_at(self, frame: Frame) -> bool:
         """In a loop of its own function that contains no recorded call: a training loop contains many."""
-        loop = enclosing_loop(frame.file, frame.line)
+        loop = enclosing_loop(frame)
         if loop is None:
             return False
-        return not any(c.file == frame.file and loop[0] <= c.line <= loop[1] for c in self.rank.crumbs)
+        return not any(loop[0] <= c.line <= loop[1] and same_file(c.file, frame) for c in self.rank.crumbs)
 
     def worker_dumps(self) -> Iterator[StackDump]:
         since = self.rank.last_progress_t or 0.0
@@ -180,3 +191,8 @@ class Standing:
         seen_alive = {int(c.get("pid") or 0) for s in self.rank.samples for c in s.children}
         dead_children = {int(c.get("pid") or 0) for c in self.sample.children if c.get("state") in ("Z", "X")}
         return [pid for pid in known if pid not in alive and (pid in seen_alive or pid in dead_children)]
+
+
+def same_file(file: str, frame: Frame) -> bool:
+    """Whether a path means the frame's file; one of them may be relative to the folder the rank ran in."""
+    return file == frame.file or (file != "" and Path(frame.root, file) == Path(frame.root, frame.file))

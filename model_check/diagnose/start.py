@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -14,10 +15,12 @@ from model_check.diagnose.frames import Frame
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
 
-IMPORT_STORM_S = 5.0
+IMPORT_STORM_S = 8.0
 IMPORT_STORM_RANKS = 3
-_CODE_KEYS = ("script_sha256", "config_hash", "config_sha256", "argv_hash", "arguments", "argv")
-_IDENTITY_KEYS = frozenset({"t", "event", "kind", "time", "monotonic", "rank", "pid", "host", "local_rank"})
+_CODE_KEYS = ("script_sha256", "config_hash", "arguments")
+# What differs between ranks of any healthy job.
+_IDENTITY_KEYS = frozenset({"t", "event", "kind", "time", "monotonic", "rank", "pid", "host", "local_rank", "script"})
+_OWN_ARGUMENT = re.compile(r"--?(local[_-]rank|node[_-]rank|global[_-]rank|rank|device|gpu|machine[_-]rank)(=.*)?")
 
 
 def start_findings(evidence: Evidence) -> list[Finding]:
@@ -35,9 +38,26 @@ def _identity(rank: RankEvidence) -> dict[str, str]:
             for key, value in record.items():
                 if isinstance(value, dict):
                     facts.update({str(k): str(v) for k, v in value.items()})
+                elif key == "arguments":
+                    facts.update(_arguments(value))
                 elif key not in _IDENTITY_KEYS:
                     facts[key] = str(value)
     return facts
+
+
+def _arguments(value: object) -> dict[str, str]:
+    """The command line without what a launcher gives each rank of its own; nothing for a spawned child's."""
+    words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
+    if any("spawn_main" in word or "multiprocessing" in word for word in words):
+        return {}
+    kept: list[str] = []
+    skip_value = False
+    for word in words:
+        own = _OWN_ARGUMENT.fullmatch(word)
+        if own is None and not (skip_value and not word.startswith("-")):
+            kept.append(word)
+        skip_value = own is not None and own[2] is None
+    return {"arguments": " ".join(kept)}
 
 
 def _differences(evidence: Evidence) -> list[Finding]:
@@ -156,7 +176,9 @@ def _everywhere(evidence: Evidence, phase: str, code: str, what: str) -> Finding
         f"the script {what}",
         ranks=sorted(spans),
         frame=frame_of(first) if first.file else None,
-        evidence=[f"observed: {len(spans)} of {evidence.world_size} ranks did so, at {', '.join(sorted(sites)) or '?'}"],
+        evidence=[
+            f"observed: {len(spans)} of {evidence.world_size} ranks did so, at {', '.join(sorted(sites)) or '?'}"
+        ],
         severity="warning",
         phase=phase,
         began=max(found[0][0] for found in spans.values()),

@@ -28,6 +28,8 @@ _LOST_STORE = re.compile(
     r"wait timeout after|keys? .* timed out|client socket has (failed|timed out)",
     re.IGNORECASE,
 )
+# gloo's own word for tensors of different sizes: the rank that says so was wronged, but nobody has left.
+_SIZES_DIFFER = re.compile(r"data size doesn't match|op\.preamble\.length")
 
 
 def is_store_loss(text: str) -> bool:
@@ -37,4 +39,6 @@ def is_store_loss(text: str) -> bool:
 
 def is_lost_peer(text: str) -> bool:
     """The error says only that another rank, or the store, went away."""
+    if _SIZES_DIFFER.search(text):
+        return False
     return _LOST_PEER.search(text) is not None or is_store_loss(text)

@@ -56,12 +56,22 @@ def _wait_of(evidence: Evidence, rank: RankEvidence, tables: Mapping[str, GroupT
     if crumb.collective_seq > 0 and table is not None:
         missing = [r for r in table.missing(crumb.collective_seq) if r != rank.rank]
         return _wait(rank, "collective", missing, crumb, firm=True)
+    if crumb.phase == "init" and rank.joined:
+        behind = [r for r in evidence.all_ranks if r != rank.rank and _groups_made(evidence.of(r)) < _groups_made(rank)]
+        return _wait(rank, "init", behind, crumb, firm=False)
     if crumb.phase == "init":
         absent = [
-            r for r in evidence.all_ranks if r != rank.rank and not evidence.of(r).joined and not _in_init(evidence.of(r))
+            r
+            for r in evidence.all_ranks
+            if r != rank.rank and not evidence.of(r).joined and not _in_init(evidence.of(r))
         ]
         return _wait(rank, "init", absent, crumb, firm=True)
     return None
+
+
+def _groups_made(rank: RankEvidence) -> int:
+    """new_group is called by all ranks, members or not."""
+    return sum(1 for c in rank.crumbs if c.phase == "init" and c.event == "begin")
 
 
 def _in_init(rank: RankEvidence) -> bool:
@@ -106,27 +116,19 @@ def _draining(rank: RankEvidence, tables: Mapping[str, GroupTable]) -> Wait | No
 
 
 def _p2p_wait(evidence: Evidence, rank: RankEvidence, crumb: Crumb) -> Wait | None:
-    """A receive waits for the send of the same number; counts from rings that have wrapped prove nothing."""
+    """A receive waits for the send of the same number: messages are counted per direction and peer."""
     if crumb.op not in ("send", "recv") or crumb.peer < 0:
         return _wait(rank, "p2p", (), crumb, firm=False)
     peer = evidence.of(crumb.peer)
     mirror = "send" if crumb.op == "recv" else "recv"
-    wrapped = any(bool(r.crumbs) and r.crumbs[0].seq > 1 for r in (rank, peer))
-    mine = _count(rank, crumb.op, crumb.peer, crumb.group)
-    theirs = _count(peer, mirror, rank.rank, crumb.group)
+    # A receive from anybody may be the counterpart of any send, so it counts as one.
+    theirs = max((peer.messages.get((mirror, other, crumb.group), 0) for other in (rank.rank, -1)), default=0)
+    unknown = not peer.header or (theirs == 0 and not peer.complete)
     # gloo's send is a rendezvous; other backends may return from a send that nobody has received yet.
     blocks = crumb.op == "recv" or str(evidence.of(rank.rank).header.get("backend") or "gloo") == "gloo"
-    if wrapped or theirs >= mine:
+    if unknown or theirs >= crumb.collective_seq:
         return _wait(rank, "p2p", (), crumb, firm=False)
     return _wait(rank, "p2p", (crumb.peer,), crumb, firm=blocks and not is_async(crumb))
-
-
-def _count(rank: RankEvidence, op: str, peer: int, group: str) -> int:
-    return sum(
-        1
-        for c in rank.crumbs
-        if c.event in ("begin", "point") and c.op == op and c.peer in (peer, -1) and c.group == group and c.detail != "wait"
-    )
 
 
 def holders(waits: Mapping[int, Wait], evidence: Evidence) -> dict[int, list[int]]:

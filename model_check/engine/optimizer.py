@@ -11,7 +11,8 @@ from model_check.engine.split_adamw import SplitAdamW
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Matrices and embeddings decay; norms, biases and other vectors do not."""
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             (decayed if parameter.ndim >= 2 else kept).append(parameter)

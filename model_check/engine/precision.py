@@ -1,5 +1,6 @@
 """Number formats: what parameters are stored in, what products run in, and how fp16 losses are scaled.
 
+    fp8             as bf16 on a GPU, with the products inside the blocks in fp8 (see models.fp8)
     bf16 on a GPU   parameters bf16, with the low half of an fp32 master beside them (see split_adamw)
     bf16 on a CPU   parameters fp32, products bf16 through autocast
     fp16            parameters fp32, products fp16 through autocast, the loss scaled
@@ -30,7 +31,7 @@ class Precision:
     @classmethod
     def choose(cls, name: str, device: torch.device) -> Precision:
         kind = device.type
-        if name == "bf16" and kind == "cuda":
+        if name == "fp8" or (name == "bf16" and kind == "cuda"):
             return cls(name, torch.bfloat16, None, kind)
         if name in ("bf16", "fp16"):
             return cls(name, torch.float32, torch.bfloat16 if name == "bf16" else torch.float16, kind)

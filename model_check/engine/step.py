@@ -32,12 +32,10 @@ def replicate(model: nn.Module, place: Place) -> nn.Module:
     # Our buffers are the same constants on every rank; torch 2.13 renamed the switch that leaves them alone.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(
-        model,
-        device_ids=[place.device.index or 0] if place.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **{buffers: False},
-    )
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, buffers: False}
+    if place.device.type == "cuda":
+        options["device_ids"] = [place.device.index or 0]
+    return DistributedDataParallel(model, **options)
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -114,7 +112,9 @@ class TrainStep:
             )
             with hold:
                 with self.precision.autocast():
-                    loss = call_model(self.model, batch) * share
+                    loss = call_model(self.model, batch)
+                    if share != 1.0:
+                        loss = loss * share
                 self.loss_scale.apply(loss).backward()
             total += loss.detach().float()
         return total

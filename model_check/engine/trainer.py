@@ -80,7 +80,10 @@ class DDPTrainer:
     ) -> None:
         if not 0 <= rank < world_size:
             raise UsageError(f"rank={rank} is not in a world of {world_size}", remedy="use 0 ≤ rank < world_size")
-        config = config if isinstance(config, Config) else load_config(config)
+        if isinstance(config, Mapping):
+            config = load_config(values={section: (keys, "python") for section, keys in config.items()})
+        elif not isinstance(config, Config):
+            config = load_config(config)
         if gradient_accumulation_steps is not None:
             config = config.with_values(
                 {"training.grad_accum_nums": gradient_accumulation_steps, "training.global_batch": None},

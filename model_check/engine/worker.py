@@ -26,6 +26,8 @@ from model_check.engine.schedule import rate_factor
 from model_check.engine.step import TrainStep, replicate
 from model_check.errors import CheckpointError
 from model_check.models import Llama, apply_compile, build_model, load_pretrained
+from model_check.models.fp8 import apply_fp8
+from model_check.observe.instrument.spans import span
 from model_check.plan.flops import count_flops_per_token
 from model_check.plan.peaks import peak_flops
 
@@ -33,7 +35,8 @@ from model_check.plan.peaks import peak_flops
 class Batches(Protocol):
     """What the loop needs of a loader: micro-batches, and a cursor that says where it stands."""
 
-    cursor: Cursor
+    @property
+    def cursor(self) -> Cursor: ...
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -70,14 +73,15 @@ class Session:
         }
 
     def restore(self, checkpoint: store.Checkpoint) -> None:
-        state = self.state()
-        extra = store.load(checkpoint, state)
-        set_state_dict(
-            self.bare_model,
-            self.train_step.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        with span("load", str(checkpoint.path)):
+            state = self.state()
+            extra = store.load(checkpoint, state)
+            set_state_dict(
+                self.bare_model,
+                self.train_step.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
         self.first_step, self.tokens_before = extra["step"] + 1, extra["tokens"]
         self.loader.seek(Cursor(**extra["cursor"]))
         self.train_step.loss_scale.load_state_dict(extra["loss_scale"])
@@ -103,6 +107,9 @@ def make_model(config: Config, place: Place, precision: Precision, vocab_size: i
     )
     if config.model.init == "pretrained" and config.model.model_path:
         load_pretrained(model, config.model.model_path)
+    model.fused_loss = config.training.fused_loss != "off"
+    if precision.name == "fp8":
+        apply_fp8(model)
     wanted = config.training.compile
     if wanted == "on" or (wanted == "auto" and place.device.type == "cuda"):
         apply_compile(model)
@@ -132,17 +139,18 @@ def assemble(
     training = config.training
     seed_everything(config.system.seed, place.rank)
     precision = Precision.choose(training.compute_precision, place.device)
-    if model is None:
-        model = make_model(config, place, precision, load_tokenizer(config.data.tokenizer).vocab_size)
-    else:
-        model = model.to(place.device)
-    train_step = TrainStep(
-        replicate(model, place),
-        build_optimizer(model, training),
-        precision,
-        place,
-        max_grad_norm=training.max_grad_norm,
-    )
+    with span("model"):
+        if model is None:
+            model = make_model(config, place, precision, load_tokenizer(config.data.tokenizer).vocab_size)
+        else:
+            model = model.to(place.device)
+        train_step = TrainStep(
+            replicate(model, place),
+            build_optimizer(model, training),
+            precision,
+            place,
+            max_grad_norm=training.max_grad_norm,
+        )
     return Session(config, place, model, train_step, loader, held_out, precision)
 
 
@@ -153,7 +161,9 @@ def _plan(session: Session, max_steps: int) -> LoopPlan:
     flops, peak = 0.0, None
     if isinstance(session.bare_model, Llama) and place.device.type == "cuda":
         flops = count_flops_per_token(session.bare_model.shape, context)
-        one = peak_flops(torch.cuda.get_device_name(place.device), config.training.compute_precision)
+        # fp8 runs are measured against the bf16 peak too: only some of their products are fp8, and so they compare.
+        precision = config.training.compute_precision.replace("fp8", "bf16")
+        one = peak_flops(torch.cuda.get_device_name(place.device), precision)
         peak = one * place.world_size if one else None
     return LoopPlan(
         first_step=session.first_step,
@@ -193,7 +203,8 @@ def _evaluator(session: Session) -> Callable[[int], float | None]:
     def evaluate(step: int) -> float | None:
         if (step + 1) % config.training.eval_interval:
             return None
-        return validation_loss(session.train_step.model, batches, session.precision, place)
+        with span("eval"):
+            return validation_loss(session.train_step.model, batches, session.precision, place)
 
     return evaluate
 
@@ -241,13 +252,14 @@ def fit(
             on_step(info)
             stopping = info.stop and interval > 0
             if checkpoint_dir is not None and (saves_after(info.step) or stopping):
-                store.save(
-                    checkpoint_dir,
-                    info.step,
-                    session.state(),
-                    session.extra(info.step, info.tokens),
-                    keep=config.checkpoint.keep,
-                )
+                with span("save", str(checkpoint_dir)):
+                    store.save(
+                        checkpoint_dir,
+                        info.step,
+                        session.state(),
+                        session.extra(info.step, info.tokens),
+                        keep=config.checkpoint.keep,
+                    )
     except Exception:
         _salvage(session, info.step + 1 if info else session.first_step, checkpoint_dir, say)
         raise

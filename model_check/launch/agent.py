@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -25,8 +24,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from model_check.launch.console import Console
 from model_check.launch.context import RankContext
-from model_check.launch.failures import FailedRank, RankExit, first_failure, read_error, weigh
+from model_check.launch.failures import FailedRank, first_failure, read_error, weigh
 from model_check.launch.group import RankGroup
+from model_check.launch.hooks import Graces, Hooks, JobEnded, JobStopped, JobView, Outcome
 from model_check.launch.journal import Journal
 from model_check.launch.logfiles import LogDir
 from model_check.launch.nursery import Nursery, StartRank
@@ -36,63 +36,6 @@ from model_check.rundir import RunDir
 POLL_S = 0.1
 # A victim can be seen before the rank that caused it, whose exit may take a moment longer.
 _CULPRIT_PATIENCE_S = 0.5
-
-
-@dataclass(frozen=True)
-class JobView:
-    """What a hook may know of the running job; what it finds out goes into the journal."""
-
-    run_dir: RunDir
-    attempt: int
-    pids: dict[int, int]
-    running: tuple[int, ...]
-    started_at: float
-    journal: Journal
-
-
-@dataclass(frozen=True)
-class EndJob:
-    """A hook's answer: end the job now, for this reason, with this exit code."""
-
-    reason: str
-    exit_code: int
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """What others add to the supervision. `on_poll` comes ten times a second while ranks run, so it must be quick."""
-
-    on_start: Callable[[JobView], None] | None = None
-    on_poll: Callable[[JobView], EndJob | None] | None = None
-    on_exit: Callable[[RankExit], None] | None = None
-
-
-@dataclass(frozen=True)
-class Graces:
-    """Seconds between SIGTERM and SIGKILL: after a request to stop (ranks may save), and after a rank's failure."""
-
-    stop_s: float = 10.0
-    failure_s: float = 1.0
-
-
-class JobStopped(Exception):
-    """All ranks are gone because somebody asked for it."""
-
-
-class JobEnded(Exception):
-    """All ranks are gone because a hook decided it."""
-
-    def __init__(self, order: EndJob) -> None:
-        super().__init__(order.reason)
-        self.order = order
-
-
-@dataclass
-class Outcome:
-    """What the agent learnt, for whoever runs it."""
-
-    exits: list[RankExit] = field(default_factory=list)
-    failure: FailedRank | None = None
 
 
 class RankAgent(SimpleElasticAgent):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from model_check.launch import processes, stacks
-from model_check.launch.gather import SupervisorEvents
 from model_check.launch.jobs import FoundJob, FoundRank
+from model_check.launch.journal import Journal
 from model_check.launch.stacks import Frame, ProcessStacks
 from model_check.rundir import RunDir, write_json_atomic
 
@@ -145,11 +145,11 @@ def _write_round(run_dir: RunDir, number: int, looks: dict[int, _Look]) -> None:
         for worker in look.workers:
             path = run_dir.stacks_dir / f"{name}.{worker.pid}.json"
             write_json_atomic(path, worker.to_json(rank, "loader_worker"))
-    events = SupervisorEvents(run_dir)
+    journal = Journal(run_dir)
     if number == 1:
-        events.write("attached", nproc=len(looks))
-    events.write("sample", ranks={str(r): look.sample.to_json() for r, look in looks.items() if look.sample})
-    events.close()
+        journal.write("attached", nproc=len(looks))
+    journal.write("sample", ranks={str(r): look.sample.to_json() for r, look in looks.items() if look.sample})
+    journal.close()
 
 
 def _stand(rank: int, pid: int, first: _Look, second: _Look) -> Standing:

@@ -22,7 +22,9 @@ from model_check.launch import processes
 from model_check.launch.exits import ExitWatcher, ProcessExit
 from model_check.launch.failures import RankExit
 from model_check.launch.guard import Guard
-from model_check.launch.supervisor import Ending, Supervisor
+from model_check.launch.hooks import EndJob
+from model_check.launch.supervisor import Supervisor
+from model_check.observe.environment import redact_argv
 from model_check.rundir import RunDir, read_jsonl
 from model_check.rundir.ring import read_header
 
@@ -39,7 +41,7 @@ class CommandResult:
 
     exit_code: int
     exits: tuple[RankExit, ...]
-    ending: Ending | None
+    ending: EndJob | None
     interrupted: bool
 
 
@@ -54,7 +56,9 @@ def run_command(argv: Sequence[str], *, run_dir: RunDir, env: dict[str, str], su
             raise UsageError(
                 f"{argv[0]} cannot be started: {error.strerror}", remedy="check the command after --"
             ) from error
-        supervisor.events.write("job_started", command=list(argv), launcher_pid=os.getpid(), command_pid=process.pid)
+        supervisor.journal.write(
+            "job_started", command=redact_argv(argv, os.environ), launcher_pid=os.getpid(), command_pid=process.pid
+        )
         return _CommandJob(process, run_dir, supervisor).run()
 
 
@@ -70,7 +74,7 @@ class _CommandJob:
         self._exits: list[RankExit] = []
         self._signals: list[int] = []
         self._signalled_at: float | None = None
-        self._ending: Ending | None = None
+        self._ending: EndJob | None = None
 
     def run(self) -> CommandResult:
         caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -116,7 +120,7 @@ class _CommandJob:
         self._rank_of[pid] = rank
         started = read_header(path).get("start_monotonic_ns", 0) / 1e9 or time.monotonic()
         self._supervisor.rank_started(rank, pid, started)
-        self._supervisor.events.write("rank_started", at=started, rank=rank, pid=pid)
+        self._supervisor.journal.write("rank_started", at_monotonic=started, rank=rank, pid=pid)
         if not self._watcher.watch(pid):
             self._note_exit(ProcessExit(pid, None, None, time.monotonic()))
 
@@ -129,7 +133,9 @@ class _CommandJob:
             code = self._own_account(rank, exit.pid)
         noted = RankExit(rank, exit.pid, code, exit.signal, exit.at, attempt=0, signalled_at=self._signalled_at)
         self._exits.append(noted)
-        self._supervisor.events.write("rank_exited", at=exit.at, rank=rank, pid=exit.pid, code=code, signal=exit.signal)
+        self._supervisor.journal.write(
+            "rank_exited", at_monotonic=exit.at, rank=rank, pid=exit.pid, code=code, signal=exit.signal
+        )
         self._supervisor.rank_exited(noted)
 
     def _own_account(self, rank: int, pid: int) -> int | None:
@@ -162,7 +168,7 @@ class _CommandJob:
             self._signalled_at = time.monotonic()
         ranks = {pid: rank for pid, rank in self._rank_of.items() if processes.is_alive(pid)}
         for pid, rank in ranks.items():
-            self._supervisor.events.write("signal_sent", rank=rank, pid=pid, signal=number.name, why=why)
+            self._supervisor.journal.write("signal_sent", rank=rank, pid=pid, signal=number.name, why=why)
         for pid in [*ranks, *processes.descendants_of(self._process.pid), self._process.pid]:
             _send(pid, number)
 
@@ -170,7 +176,7 @@ class _CommandJob:
         """Ranks that their launcher left behind hold memory and devices for nothing."""
         for pid, rank in self._rank_of.items():
             if processes.is_alive(pid):
-                self._supervisor.events.write(
+                self._supervisor.journal.write(
                     "signal_sent", rank=rank, pid=pid, signal="SIGKILL", why="its launcher is gone"
                 )
                 for child in processes.descendants_of(pid):

@@ -18,7 +18,6 @@ from model_check.launch.injection import injected_environment
 from model_check.launch.job import JobResult, launch_job
 from model_check.launch.programs import Command
 from model_check.launch.supervisor import Supervisor
-from model_check.launch.watch import watched_by
 from model_check.rundir import RunDir
 
 
@@ -71,7 +70,7 @@ def run_script(script: ForeignScript, *, nproc: int, run_dir: RunDir, supervisor
             run_dir=run_dir,
             gpus=gpus[:nproc] if len(gpus) >= nproc else (),
             isolate_gpus=False,
-            hooks=watched_by(supervisor),
+            hooks=supervisor.hooks(),
             env=env,
         )
     finally:

@@ -6,16 +6,19 @@ that says why.
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from model_check.launch import processes, stacks
+from model_check.launch.journal import Journal
 from model_check.launch.memorykills import MemoryKillWatch
-from model_check.rundir import JsonlWriter, RunDir, read_jsonl, write_json_atomic
+from model_check.observe.environment import redact_argv
+from model_check.rundir import RunDir, write_json_atomic
 from model_check.rundir.ring import read_header
 
 _CHILDREN_PER_RANK = 4
@@ -26,30 +29,18 @@ _PORT_NUMBER = re.compile(r"port:?\s*(\d{2,5})")
 FlightRequest = Callable[[str, str], dict[str, Any]]
 
 
-class SupervisorEvents:
-    """The launcher's own account, in events/supervisor.jsonl: each record has its event and CLOCK_MONOTONIC seconds."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self._writer = JsonlWriter(run_dir.supervisor_events)
-
-    def write(self, event: str, *, at: float | None = None, **details: Any) -> None:
-        self._writer.write({"t": time.monotonic() if at is None else at, "event": event, **details})
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class Gatherer:
     """Takes evidence of the given ranks (rank -> pid). Rounds of stacks are numbered through the whole run."""
 
-    def __init__(self, run_dir: RunDir, events: SupervisorEvents, request_flight: FlightRequest | None = None) -> None:
+    def __init__(self, run_dir: RunDir, journal: Journal, request_flight: FlightRequest | None = None) -> None:
         self._run_dir = run_dir
-        self._events = events
+        self._journal = journal
         self._request_flight = request_flight
         self._kills = MemoryKillWatch()
         self._stack_round = 0
         self._flight_round = 0
         self._ports_named: set[int] = set()
+        self._events_read: dict[int, int] = {}
 
     def sample(self, pids: Mapping[int, int]) -> dict[int, processes.ProcessSample]:
         """One look at every rank through /proc."""
@@ -60,7 +51,7 @@ class Gatherer:
                 samples[rank] = seen
                 self._kills.notice(pid)
         if samples:
-            self._events.write("sample", ranks={str(rank): seen.to_json() for rank, seen in samples.items()})
+            self._journal.write("sample", ranks={str(rank): seen.to_json() for rank, seen in samples.items()})
         return samples
 
     def stacks(self, pids: Mapping[int, int], *, timeout_s: float = stacks.TIMEOUT_S) -> None:
@@ -110,33 +101,44 @@ class Gatherer:
             try:
                 write_json_atomic(path, answer.result(timeout=max(0.0, deadline - time.monotonic())))
             except (OSError, ValueError, TimeoutError) as error:
-                self._events.write("flight_refused", rank=rank, error=f"{type(error).__name__}: {error}")
+                self._journal.write("flight_refused", rank=rank, error=f"{type(error).__name__}: {error}")
         pool.shutdown(wait=False, cancel_futures=True)
 
     def memory_kills(self) -> None:
         """Writes an `oom` event for every kill by the kernel since the last look."""
         for kill in self._kills.new_kills():
-            self._events.write("oom", **kill.to_json())
+            self._journal.write("oom", **kill.to_json())
 
-    def taken_port(self, rank: int) -> None:
-        """Names who holds the port, where a rank says that its port was in use."""
-        for record in read_jsonl(self._run_dir.events(rank)).records:
-            text = str(record.get("message", ""))
-            number = _PORT_NUMBER.search(text) if _PORT_IN_USE.search(text) else None
-            if number is None or int(number[1]) in self._ports_named:
-                continue
-            port = int(number[1])
-            self._ports_named.add(port)
-            holder = processes.port_holder(port)
-            self._events.write(
-                "port",
-                port=port,
-                holder_pid=holder.pid if holder else None,
-                holder_cmd=holder.command if holder else None,
-            )
+    def taken_ports(self, ranks: Iterable[int]) -> None:
+        """Names who holds the port, where a rank's new events say that its port was in use."""
+        for rank in ranks:
+            for number in map(int, _ports_in_use(self._new_text(rank))):
+                if number in self._ports_named:
+                    continue
+                self._ports_named.add(number)
+                holder = processes.port_holder(number)
+                pid, command = (holder.pid, redact_argv(holder.command, os.environ)) if holder else (None, [])
+                self._journal.write("port", port=number, holder_pid=pid, holder_cmd=" ".join(command))
+
+    def _new_text(self, rank: int) -> str:
+        """What the rank has written into its events since the last look."""
+        try:
+            with self._run_dir.events(rank).open("rb") as file:
+                file.seek(self._events_read.get(rank, 0))
+                data = file.read()
+        except FileNotFoundError:
+            return ""
+        whole = data[: data.rfind(b"\n") + 1]
+        self._events_read[rank] = self._events_read.get(rank, 0) + len(whole)
+        return whole.decode("utf-8", "replace")
 
     def close(self) -> None:
         self._kills.close()
+
+
+def _ports_in_use(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if _PORT_IN_USE.search(line)]
+    return [port for line in lines for port in _PORT_NUMBER.findall(line)]
 
 
 def _is_python(pid: int) -> bool:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousError
-
 from model_check.errors import LaunchError, UsageError
-from model_check.launch.agent import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome, RankAgent
 from model_check.launch.console import Console, ConsoleOptions
 from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit, describe
 from model_check.launch.gpus import Gpu
+from model_check.launch.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome
 from model_check.launch.journal import Journal
 from model_check.launch.logfiles import LogDir
 from model_check.launch.nursery import Nursery
-from model_check.launch.placement import LOOPBACK, Hosts, Placement, open_rendezvous
+from model_check.launch.placement import LOOPBACK, Hosts, Placement
 from model_check.launch.programs import ColdFunction, Command, Entry, Program, WarmFunction
 from model_check.launch.signals import StopBeforeStart, StopRequest
 from model_check.launch.warmstart import DEFAULT_PRELOAD, preload, why_not_warm
@@ -138,6 +135,13 @@ def _supervise(
     graces: Graces,
     hooks: Hooks,
 ) -> JobResult:
+    # Torch is first imported in the preload, or here where ranks start cold: never with this module.
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from model_check.launch.agent import RankAgent
+    from model_check.launch.rendezvous import open_rendezvous
+
     handler = open_rendezvous(placement.hosts)
     spec = WorkerSpec(
         role="rank",
@@ -174,14 +178,14 @@ def _supervise(
         ) from error
     finally:
         handler.shutdown()
-    return _result(agent, logs)
+    return _result(agent.outcome, agent.labels, logs)
 
 
-def _result(agent: RankAgent, logs: LogDir) -> JobResult:
-    exits = tuple(agent.outcome.exits)
-    failure = agent.outcome.failure
+def _result(outcome: Outcome, labels: Mapping[int, str], logs: LogDir) -> JobResult:
+    exits = tuple(outcome.exits)
+    failure = outcome.failure
     if failure is not None:
-        label = agent.labels[failure.exit.rank]
+        label = labels[failure.exit.rank]
         return JobResult(
             exit_code=failure.exit.exit_code,
             outcome="failed",

@@ -23,6 +23,12 @@ class LogDir:
     @classmethod
     def create(cls, run_dir: RunDir, root: Path = LOG_ROOT) -> LogDir:
         """`/tmp/model_check_logs_<PID>_<timestamp>/`, readable by its owner only, linked as <run_dir>/logs."""
+        link = run_dir.logs
+        if link.is_dir() and not link.is_symlink():
+            raise LaunchError(
+                f"{link} is a folder where the link to the logs belongs",
+                remedy="move it away (a copied run keeps its old logs there)",
+            )
         name = f"model_check_logs_{os.getpid()}_{time.strftime('%Y%m%d-%H%M%S')}"
         for number in itertools.count():
             path = root / (f"{name}-{number}" if number else name)
@@ -36,7 +42,6 @@ class LogDir:
                 raise LaunchError(
                     f"the log folder {path} cannot be made: {error.strerror}", remedy=f"make {root} writable"
                 ) from error
-        link = run_dir.logs
         link.unlink(missing_ok=True)
         link.symlink_to(path)
         return cls(path)

@@ -1,19 +1,17 @@
-"""Where the ranks of a job are: the hosts, the devices of this host, and the rendezvous that joins them."""
+"""Where the ranks of a job are: the hosts, and the devices of this one. Imports no torch."""
 
 from __future__ import annotations
 
 import os
-import uuid
 from dataclasses import dataclass
-from typing import Any
-
-from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from typing import TYPE_CHECKING
 
 from model_check.launch.context import RankContext, rank_label
 from model_check.launch.gpus import Gpu
 from model_check.rundir import RunDir
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
 LOOPBACK = "127.0.0.1"
 
@@ -65,21 +63,3 @@ class Placement:
 
     def _threads_per_rank(self) -> int:
         return max(1, len(os.sched_getaffinity(0)) // self.nproc)
-
-
-def open_rendezvous(hosts: Hosts) -> RendezvousHandler:
-    """torch's c10d rendezvous: on a free loopback port for one host, at the common endpoint for several."""
-    # Each attempt gets a store of its own: with a shared one a restart finds the keys of the attempt before it.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    alone = hosts.count == 1
-    extra: dict[str, Any] = {"is_host": True} if alone else {}
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=hosts.endpoint,
-        run_id=uuid.uuid4().hex if alone else hosts.job_id,
-        min_nodes=hosts.count,
-        max_nodes=hosts.count,
-        local_addr=LOOPBACK if alone else None,
-        **extra,
-    )
-    return get_rendezvous_handler(parameters)

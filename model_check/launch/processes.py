@@ -273,7 +273,7 @@ class PortHolder:
 
     port: int
     pid: int
-    command: str
+    command: tuple[str, ...]
 
 
 def port_holder(port: int) -> PortHolder | None:
@@ -299,5 +299,5 @@ def port_holder(port: int) -> PortHolder | None:
                 raise
             continue
         if any(_link(pid, f"fd/{descriptor}") in inodes for descriptor in descriptors):
-            return PortHolder(port, pid, " ".join(command_of(pid)))
-    return PortHolder(port, 0, "")
+            return PortHolder(port, pid, tuple(command_of(pid)))
+    return PortHolder(port, 0, ())

@@ -11,11 +11,14 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from model_check.errors import LaunchError
 from model_check.launch.context import RankContext
 from model_check.launch.ranks import run_entry
+
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 Entry = Callable[[RankContext, Any], None]
 
@@ -65,6 +68,9 @@ class ColdFunction:
             file.write(self.pickled + pickle.dumps(context))
         os.lseek(fd, 0, os.SEEK_SET)
         os.set_inheritable(fd, True)
+        # Our package may have been found through a path that a new interpreter does not have.
+        search = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(search)
         os.execv(sys.executable, [sys.executable, "-m", "model_check.launch.coldstart", str(fd)])
 
 

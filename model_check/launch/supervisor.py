@@ -19,15 +19,21 @@ from dataclasses import dataclass, replace
 
 from model_check.launch import waiting
 from model_check.launch.failures import RankExit
-from model_check.launch.gather import FlightRequest, Gatherer, SupervisorEvents
+from model_check.launch.gather import FlightRequest, Gatherer
+from model_check.launch.hooks import EndJob, Hooks, JobView
+from model_check.launch.journal import Journal
 from model_check.launch.processes import ProcessSample
 from model_check.launch.pulse import Pulse
 from model_check.rundir import Finding, RunDir, Verdict
 from model_check.rundir.verdict import Outcome
 
 Examine = Callable[[RunDir, bool], Verdict]
+_Key = tuple[str, tuple[int, ...], str | None]  # what makes a finding the same one: code, ranks, location
 _STANDINGS_FRESH_S = 1.0
+_LOOKS_AFTER_EXIT_S = (0.1, 0.4, 0.8, 1.2)
 _ACTIVE_CPU_S = 0.05
+_SAMPLE_CLOSELY_S = 120.0
+_SAMPLE_HOURLY_S = 3600.0
 _ACTIVE_BYTES = 1 << 20
 EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 
@@ -48,14 +54,6 @@ class Limits:
     say_every_s: float = 30.0
     own_exit_s: float = 1.5
     kill_after_s: float = 300.0
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The supervisor's decision that the job must end now."""
-
-    reason: str
-    exit_code: int = EXIT_CODE_OF_A_HANG
 
 
 @dataclass
@@ -108,8 +106,8 @@ class Supervisor:
         self._say = say
         self._show = show
         self._limits = limits or Limits()
-        self.events = SupervisorEvents(run_dir)
-        self._gather = Gatherer(run_dir, self.events, request_flight)
+        self.journal = Journal(run_dir)
+        self._gather = Gatherer(run_dir, self.journal, request_flight)
         self._ranks: dict[int, _Rank] = {}
         self._stall: _Stall | None = None
         self._crashed = False
@@ -118,9 +116,11 @@ class Supervisor:
         self._examine_cost_s = 0.0
         self._life_at = time.monotonic()
         self._proven_at: float | None = None
-        self._early_exit_at: float | None = None
-        self._shown: set[tuple[str, tuple[int, ...], str | None]] = set()
+        self._looks_after_exit: list[float] = []
+        self._shown: set[_Key] = set()
+        self._patience_s: dict[_Key, float] = {}
         self._first_named_after: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._ended = False
         self._standings_at = 0.0
         self._last_standings: list[waiting.Standing] = []
         self.verdict = Verdict()
@@ -143,14 +143,24 @@ class Supervisor:
         if exit.signalled_at is not None:
             return
         if not exit.failed:
-            self._early_exit_at = exit.at_monotonic
+            # Peers that still need it show within moments, or never.
+            self._looks_after_exit = [exit.at_monotonic + seconds for seconds in _LOOKS_AFTER_EXIT_S]
         elif not self._crashed:
             self._crashed = True
             self._on_first_failure(exit)
 
+    def hooks(self) -> Hooks:
+        """For `launch_job`: puts every rank of the job under these eyes."""
+
+        def on_start(view: JobView) -> None:
+            for rank, pid in view.pids.items():
+                self.rank_started(rank, pid, view.started_at)
+
+        return Hooks(on_start=on_start, on_poll=lambda _: self.poll(), on_exit=self.rank_exited)
+
     # The loop.
 
-    def poll(self) -> Ending | None:
+    def poll(self) -> EndJob | None:
         """One turn; the answer is not None when the job must end."""
         now = time.monotonic()
         alive = self._alive()
@@ -159,7 +169,7 @@ class Supervisor:
         moved = [rank for rank in alive if rank.pulse.beat()]
         if moved:
             self._life_at = now
-        if now - self._sampled_at >= self._limits.sample_every_s:
+        if now - self._sampled_at >= self._sample_pause(now):
             self._take_sample(now)
         self._follow_stall(alive, now)
         if self._examination_due(now):
@@ -169,7 +179,11 @@ class Supervisor:
     def finish(self, outcome: Outcome, exits: Sequence[RankExit], exit_code: int) -> Verdict:
         """The last word, when all ranks are gone. A failing rank's own code goes before `exit_code`."""
         self._gather.memory_kills()
+        before = self.verdict.findings
         self._examine_now(time.monotonic(), live=False)
+        if (outcome == "interrupted" or self._ended) and before:
+            # Our own signals have since changed the picture: what stood while the ranks lived is the cause.
+            self.verdict = replace(self.verdict, findings=before)
         if outcome == "failed":
             exit_code = self._code_of_the_guilty(exits, exit_code)
         self.verdict = replace(self.verdict, outcome=outcome, exit_code=exit_code)
@@ -177,12 +191,12 @@ class Supervisor:
         for rank in self._ranks.values():
             rank.pulse.close()
         self._gather.close()
-        self.events.close()
+        self.journal.close()
         return self.verdict
 
     def note_stop(self, why: str) -> None:
         """Records why the job is being ended, for the rules."""
-        self.events.write("stopped", why=why)
+        self.journal.write("stopped", why=why)
 
     @property
     def stalled(self) -> bool:
@@ -207,7 +221,6 @@ class Supervisor:
         survivors = self._pids()
         self._gather.sample(survivors)
         self._gather.stacks(survivors, timeout_s=0.5)
-        self._gather.taken_port(exit.rank)
         self._examine_now(time.monotonic())
 
     # Stalls.
@@ -262,14 +275,16 @@ class Supervisor:
         stall.examined = True
         self._take_sample(now)
         self._gather.stacks(self._pids())
-        self.events.write("stall", since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since)
+        self.journal.write("stall", since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since)
         self._examine_now(time.monotonic())
 
     def _withdraw(self, stall: _Stall, now: float) -> None:
         self._stall = None
         if not stall.examined:
             return
-        self.events.write("stall_withdrawn", after_s=now - stall.since)
+        self.journal.write("stall_withdrawn", after_s=now - stall.since)
+        for key in self._shown:
+            self._patience_s[key] = max(self._patience_s.get(key, 0.0), 2 * (now - stall.since))
         self._shown.clear()
         self._first_named_after.clear()
         self._say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
@@ -284,6 +299,13 @@ class Supervisor:
                 self._run_dir, {rank.rank: rank.started_at for rank in self._alive()}
             )
         return self._last_standings
+
+    def _sample_pause(self, now: float) -> float:
+        """Every second at the start and while something is wrong; a healthy day must not fill the disk."""
+        age = now - min(rank.started_at for rank in self._ranks.values())
+        if self._stall is not None or age < _SAMPLE_CLOSELY_S:
+            return self._limits.sample_every_s
+        return self._limits.sample_every_s * (5 if age < _SAMPLE_HOURLY_S else 30)
 
     def _take_sample(self, now: float) -> None:
         self._sampled_at = now
@@ -304,13 +326,14 @@ class Supervisor:
 
     def _examination_due(self, now: float) -> bool:
         pause = max(self._limits.examine_every_s, self._examine_cost_s / self._limits.examine_cost_share)
-        if self._early_exit_at is not None and now - self._early_exit_at > 0.5:
-            self._early_exit_at = None
+        if self._looks_after_exit and now >= self._looks_after_exit[0]:
+            del self._looks_after_exit[0]
             return True
         return now - self._examined_at >= pause
 
     def _examine_now(self, now: float, *, live: bool = True) -> None:
         began = time.monotonic()
+        self._gather.taken_ports(self._ranks)
         verdict = self._examine(self._run_dir, live)
         self._examined_at = time.monotonic()
         self._examine_cost_s = self._examined_at - began
@@ -320,7 +343,7 @@ class Supervisor:
         self.verdict = verdict
         if changed or not self._run_dir.verdict.exists():
             verdict.write(self._run_dir.verdict)
-        if live:
+        if live and not self._crashed:  # after a crash the last word is a second away
             self._show_new(verdict)
 
     def _time_it(self, finding: Finding, now: float) -> None:
@@ -340,17 +363,22 @@ class Supervisor:
         return min(times, default=None)
 
     def _show_new(self, verdict: Verdict) -> None:
-        """Says each finding once. An error is shown by whoever ends the job, with the final verdict."""
+        """Says each finding once. An error is shown by whoever ends the job, with the final verdict.
+
+        A warning that was withdrawn before (the long save of every epoch) must last twice as long to be said again.
+        """
+        waited = time.monotonic() - self._stall.since if self._stall is not None else 0.0
         fresh = []
         for finding in verdict.findings:
             key = (finding.code, tuple(finding.ranks), finding.location)
-            if finding.severity == "warning" and key not in self._shown:
+            due = waited >= self._patience_s.get(key, 0.0)
+            if finding.severity == "warning" and key not in self._shown and due:
                 self._shown.add(key)
                 fresh.append(finding)
         if fresh:
             self._show(replace(verdict, findings=fresh))
 
-    def _decide(self, now: float) -> Ending | None:
+    def _decide(self, now: float) -> EndJob | None:
         proven = [f for f in self.verdict.findings if f.severity == "error" and f.certainty == "proven"]
         if proven:
             return self._end_proven(proven[0], now)
@@ -363,10 +391,11 @@ class Supervisor:
             self._gather.stacks(self._pids())
             self._examine_now(now)
             self._raise_to_error()
-            return Ending(why)
+            self._ended = True
+            return EndJob(why, EXIT_CODE_OF_A_HANG)
         return None
 
-    def _end_proven(self, finding: Finding, now: float) -> Ending | None:
+    def _end_proven(self, finding: Finding, now: float) -> EndJob | None:
         """A rank that fails by itself gets a moment to end with its own exit code."""
         if self._proven_at is None:
             self._proven_at = now
@@ -377,7 +406,8 @@ class Supervisor:
             return None
         why = f"{finding.code}: {finding.title}"
         self.note_stop(f"proven: {why}")
-        return Ending(why)
+        self._ended = True
+        return EndJob(why, EXIT_CODE_OF_A_HANG)
 
     def _raise_to_error(self) -> None:
         """The stall has outlived its patience: what was a warning is now why the job ends."""

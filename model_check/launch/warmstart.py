@@ -6,6 +6,7 @@ once started, cannot be used by a child at all; so neither happens here, and wha
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -33,14 +34,24 @@ def preload(modules: Iterable[str]) -> None:
     """Imports everything that the ranks will need."""
     # With this, a library that asks torch.cuda.is_available() at import gets its answer without starting CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise LaunchError(
-                f"{name} cannot be imported before the ranks start: {error}",
-                remedy="install what is missing, or use launch.start=cold to see the error in the rank",
-            ) from error
+    collected = gc.isenabled()
+    gc.disable()  # imports make objects to stay: looking for garbage among them costs 15 % of the time
+    try:
+        for name in modules:
+            _import(name)
+    finally:
+        if collected:
+            gc.enable()
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise LaunchError(
+            f"{name} cannot be imported before the ranks start: {error}",
+            remedy="install what is missing, or use launch.start=cold to see the error in the rank",
+        ) from error
 
 
 def why_not_warm() -> str | None:

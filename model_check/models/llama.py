@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from model_check.config.shapes import ModelShape
 from model_check.errors import ModelError
 from model_check.models.attention import AttentionMask, attend, build_mask, check_backend_name, resolve_backend
-from model_check.models.loss import fused_linear_cross_entropy
+from model_check.models.loss import fused_linear_cross_entropy, plain_linear_cross_entropy
 from model_check.models.rope import RotaryEmbedding, RotaryTables, rotate
 
 
@@ -88,6 +88,7 @@ class Llama(nn.Module):
         _check_shape(shape)
         self.shape = shape
         self.attention_backend = attention_backend
+        self.fused_loss = True
         self.tok_embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.rotary = RotaryEmbedding(shape)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
@@ -116,7 +117,8 @@ class Llama(nn.Module):
         hidden = self.hidden_states(tokens, positions=positions, document_ids=document_ids)
         if targets is None:
             return F.linear(hidden, self.output_weight)
-        return fused_linear_cross_entropy(hidden, self.output_weight, targets, denominator=loss_denominator)
+        loss = fused_linear_cross_entropy if self.fused_loss else plain_linear_cross_entropy
+        return loss(hidden, self.output_weight, targets, denominator=loss_denominator)
 
     def hidden_states(
         self, tokens: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None

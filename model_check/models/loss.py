@@ -62,8 +62,10 @@ def fused_linear_cross_entropy(
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _FusedLinearCrossEntropy.apply(hidden, weight, targets, divisor, work)
         return loss
+    unscaled = torch.ones_like(divisor)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        return _run_chunks(hidden, weight, targets, work, for_hidden=False, for_weight=False).loss_sum / divisor
+        results = _run_chunks(hidden, weight, targets, work, unscaled, for_hidden=False, for_weight=False)
+    return results.loss_sum / divisor
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Results:
-    """The summed loss and the gradients of `prescale` times that sum, where they were asked for."""
+    """The summed loss and the gradients of `scale` times that sum, where they were asked for."""
 
     loss_sum: Tensor
     grad_hidden: Tensor | None
@@ -92,11 +94,14 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, work: _Work) -> Tensor:
         for_hidden, for_weight, *_ = ctx.needs_input_grad
+        # The Triton kernel divides on its way; float16 would then lose what the prescale saves, so it divides later.
+        early = work.use_triton and work.prescale == 1.0
+        scale = 1.0 / divisor if early else torch.full_like(divisor, work.prescale)
         with torch.autocast(hidden.device.type, enabled=False):
-            results = _run_chunks(hidden, weight, targets, work, for_hidden=for_hidden, for_weight=for_weight)
+            results = _run_chunks(hidden, weight, targets, work, scale, for_hidden=for_hidden, for_weight=for_weight)
         ctx.gradients = (results.grad_hidden, results.grad_weight)
-        ctx.save_for_backward(divisor)
-        ctx.prescale = work.prescale
+        ctx.save_for_backward(torch.ones_like(divisor) if early else divisor * work.prescale)
+        ctx.use_triton = work.use_triton
         ctx.dtypes = (hidden.dtype, weight.dtype)
         return results.loss_sum / divisor
 
@@ -108,17 +113,27 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         (divisor,) = ctx.saved_tensors
         # One element with a dimension takes part in type promotion, so the product is formed in float32 and rounded
         # once; a scalar tensor would first be rounded to bf16, which biases the whole gradient.
-        scale = (grad_output.float() / (divisor * ctx.prescale)).reshape(1)
+        scale = (grad_output.float() / divisor).reshape(1)
         scaled = tuple(
-            None if gradient is None else gradient.mul_(scale).to(dtype)
+            None if gradient is None else _scaled(gradient, scale, ctx.use_triton).to(dtype)
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         )
         ctx.gradients = None
         return (*scaled, None, None, None)
 
 
+def _scaled(gradient: Tensor, scale: Tensor, use_triton: bool) -> Tensor:
+    """In place. Mostly the scale is 1, which only the device knows: the Triton kernel then touches nothing."""
+    if not use_triton:
+        return gradient.mul_(scale)
+    from model_check.models.loss_triton import scale_in_place
+
+    scale_in_place(gradient, scale)
+    return gradient
+
+
 def _run_chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, work: _Work, *, for_hidden: bool, for_weight: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, work: _Work, scale: Tensor, *, for_hidden: bool, for_weight: bool
 ) -> _Results:
     rows = hidden.reshape(-1, hidden.shape[-1]).to(work.dtype)
     matrix = weight.to(work.dtype)
@@ -130,7 +145,7 @@ def _run_chunks(
     for start in range(0, labels.shape[0], work.chunk):
         part = slice(start, start + work.chunk)
         logits = rows[part] @ matrix.T
-        losses[part], gradient = _cross_entropy_rows(logits, labels[part], work, wants_gradient)
+        losses[part], gradient = _cross_entropy_rows(logits, labels[part], work, scale, wants_gradient)
         if grad_rows is not None:
             torch.mm(gradient, matrix, out=grad_rows[part])
         if for_weight:
@@ -151,12 +166,14 @@ def _accumulate_product(total: Tensor | None, left: Tensor, right: Tensor, dtype
     return product if total is None else total.add_(product)
 
 
-def _cross_entropy_rows(logits: Tensor, labels: Tensor, work: _Work, wants_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Loss of each row, and `prescale` times its gradient by the logits, which are used up."""
+def _cross_entropy_rows(
+    logits: Tensor, labels: Tensor, work: _Work, scale: Tensor, wants_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Loss of each row, and `scale` times its gradient by the logits, which are used up."""
     if work.use_triton:
         from model_check.models.loss_triton import cross_entropy_in_place
 
-        return cross_entropy_in_place(logits, labels, IGNORED, work.prescale, wants_gradient), logits
+        return cross_entropy_in_place(logits, labels, IGNORED, scale, wants_gradient), logits
     ignored = labels == IGNORED
     index = labels.masked_fill(ignored, 0).unsqueeze(1)
     scores = logits.float()

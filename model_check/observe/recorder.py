@@ -29,6 +29,13 @@ _MAX_STRINGS = 0xFFFF  # a group's id is a u16
 Put = Callable[..., int]
 
 
+class _ThisThread(threading.local):
+    """gettid(2) once a thread, not once a record."""
+
+    def __init__(self) -> None:
+        self.native_id = threading.get_native_id()
+
+
 class Recorder:
     """Appends breadcrumbs to a ring file. Safe from any thread: a slot is claimed by one atomic count."""
 
@@ -68,7 +75,7 @@ class Recorder:
         }
         self._write_header()
         scratch.replace(path)
-        self._strings: dict[str, int] = {"": 0}
+        self.ids: dict[str, int] = {"": 0}
         self._strings_end = ring.HEADER_BYTES
         self._intern_lock = threading.Lock()
         self.put, self.put_collective = self._make_puts(capacity)
@@ -76,26 +83,19 @@ class Recorder:
     def _make_puts(self, capacity: int) -> tuple[Put, Put]:
         """The hot paths as closures: every name they need is a cell, not an attribute."""
         buffer, start, size = self._map, self._records_at, ring.RECORD.size
-        next_seq, clock, get_ident = itertools.count(1).__next__, time.monotonic_ns, threading.get_ident
+        next_seq, clock = itertools.count(1).__next__, time.monotonic_ns
         pack_phase, pack_collective = ring.PHASE_RECORD.pack_into, ring.COLLECTIVE_RECORD.pack_into
         progress = self
 
-        # gettid(2) once a thread, not once a record.
-        class NativeIds(dict[int, int]):
-            def __missing__(self, ident: int) -> int:
-                native = self[ident] = threading.get_native_id()
-                return native
-
-        native_ids = NativeIds()
+        this_thread = _ThisThread()
 
         def put(
             kind: int, file: int = 0, line: int = 0, function: int = 0, detail: int = 0, span: int = 0, peer: int = -1
         ) -> int:
             seq = next_seq()
             at = start + (seq - 1) % capacity * size
-            thread = native_ids[get_ident()]
-            now = clock()
-            pack_phase(buffer, at, seq, now, kind, progress.steps, file, line, function, detail, span, thread, peer, seq)
+            now, step, thread = clock(), progress.steps, this_thread.native_id
+            pack_phase(buffer, at, seq, now, kind, step, file, line, function, detail, span, thread, peer, seq)
             return seq
 
         def put_collective(
@@ -128,7 +128,7 @@ class Recorder:
                 function,
                 detail,
                 0,
-                native_ids[get_ident()],
+                this_thread.native_id,
                 peer,
                 collective_seq,
                 group,
@@ -192,23 +192,23 @@ class Recorder:
 
     def intern(self, text: str) -> int:
         """The id of a string; 0 (the empty string) once the table is full."""
-        found = self._strings.get(text)
+        found = self.ids.get(text)
         if found is not None:
             return found
         with self._intern_lock:
-            found = self._strings.get(text)
+            found = self.ids.get(text)
             if found is not None:
                 return found
             data = text.encode("utf-8", "replace")[:_MAX_STRING_BYTES]
             end = self._strings_end + 2 + len(data)
-            if end > self._records_at or len(self._strings) >= _MAX_STRINGS:
+            if end > self._records_at or len(self.ids) >= _MAX_STRINGS:
                 return 0
             # The length is written last: a reader stops at a zero length, so it never sees half a string.
             self._map[self._strings_end + 2 : end] = data
             struct.pack_into("<H", self._map, self._strings_end, len(data))
             self._strings_end = end
-            self._strings[text] = len(self._strings)
-            return self._strings[text]
+            self.ids[text] = len(self.ids)
+            return self.ids[text]
 
     def _write_header(self) -> None:
         text = json.dumps(self._header).encode()
@@ -231,7 +231,7 @@ class Recorder:
     def is_current(self) -> bool:
         """Whether the file at the path is still this ring: a later process of the same rank replaces it."""
         try:
-            return os.stat(self.path).st_ino == self._inode
+            return self.path.stat().st_ino == self._inode
         except OSError:
             return False
 

@@ -21,7 +21,7 @@ _TIMEOUT_S = 5.0
 
 
 def request(socket_path: str, what: str, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
-    """Asks a rank for its "flight" recorder or its "stacks" (as {"text": …}). Raises OSError when it does not answer."""
+    """Asks a rank for its "flight" recorder or its "stacks" (as {"text": …}). No answer is an OSError that says why."""
     if what not in _HANDLERS:
         raise ValueError(f"a rank can be asked for {', '.join(_HANDLERS)}, not for {what}")
     status, body = 0, b""
@@ -36,8 +36,8 @@ def _post(socket_path: str, handler: str, timeout_s: float) -> tuple[int, bytes]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect(socket_path)
-        request_text = f"POST /handler/{handler} HTTP/1.1\r\nHost: rank\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-        connection.sendall(request_text.encode())
+        head_lines = (f"POST /handler/{handler} HTTP/1.1", "Host: rank", "Content-Length: 0", "Connection: close")
+        connection.sendall(("\r\n".join(head_lines) + "\r\n\r\n").encode())
         answer = bytearray()
         while chunk := connection.recv(1 << 16):
             answer += chunk
@@ -57,7 +57,7 @@ class Service:
 
     @classmethod
     def start(cls, wanted: Path) -> Service | None:
-        """Starts answering at `wanted`, or at a short private path where that one is too long; None where torch has none."""
+        """Answers at `wanted`, or at a short private path where that is too long; None where torch has no server."""
         try:
             from torch._C._distributed_c10d import _WorkerServer
         except ImportError:
@@ -69,7 +69,7 @@ class Service:
         with _QuietStart():
             server = _WorkerServer(path)
             _post(path, "ping", _TIMEOUT_S)
-        os.chmod(path, 0o600)
+        Path(path).chmod(0o600)
         _never_destroyed.append(server)
         _keep_alive(server)
         return cls(path, os.getpid())

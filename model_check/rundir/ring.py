@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -315,7 +314,7 @@ class RingTail:
     def _attach(self) -> bool:
         """Maps the file that is at the path now; False where there is none that can be used."""
         try:
-            found = os.stat(self.path)
+            found = self.path.stat()
         except OSError:
             return self._map is not None
         inode = (found.st_dev, found.st_ino)

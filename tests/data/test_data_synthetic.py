@@ -110,9 +110,9 @@ def test_other_sources_have_no_floor() -> None:
 
 def test_a_small_model_reaches_the_floor(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    spec = DataSpec(cache_dir=tmp_path, samples=6000, context_length=128, validation_fraction=0.0)
+    spec = DataSpec(cache_dir=tmp_path, tokenizer="bytes", samples=6000, context_length=128, validation_fraction=0.0)
     cache = prepare(spec).train
-    model = torch.nn.Sequential(torch.nn.Embedding(4096, 64), torch.nn.RMSNorm(64), torch.nn.Linear(64, 4096))
+    model = torch.nn.Sequential(torch.nn.Embedding(257, 64), torch.nn.RMSNorm(64), torch.nn.Linear(64, 257))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
     with BatchLoader(cache, batch_size=8, context_length=128) as loader:
@@ -123,5 +123,5 @@ def test_a_small_model_reaches_the_floor(tmp_path: Path) -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    assert losses[0] > 8.0
+    assert losses[0] > 5.0
     assert np.mean(losses[-40:]) == pytest.approx(entropy_floor(spec), rel=0.03)

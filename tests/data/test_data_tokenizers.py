@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,14 @@ from model_check.errors import DataError
 
 AWKWARD = st.text(
     alphabet=st.one_of(
-        st.sampled_from(list("  \n\n\t\r\x0b\x0c\x1c\x1f\x85\xa0\u2009\u200b\u3000'_.,/-()aZé1漢²Ⅷ़́'ſ½😀\U00031350\ud7ff")),
+        st.sampled_from(
+            list("  \n\n\t\r\x0b\x0c\x1c\x1f\x85\xa0\u2009\u200b\u3000'_.,/-()aZé1漢²Ⅷ़́'ſ½😀\U00031350\ud7ff")
+        ),
         st.characters(exclude_categories=["Cs"]),
     ),
     max_size=60,
 )
+WITH_ADDED_TOKENS = st.lists(AWKWARD | st.sampled_from(["<|endoftext|>", "<|end", "<|a b|>"]), max_size=5).map("".join)
 
 
 @given(st.text(max_size=200))
@@ -34,7 +38,7 @@ def test_bytes_round_trip(text: str) -> None:
 
 @given(AWKWARD)
 def test_builtin_round_trip(text: str) -> None:
-    tokenizer = load_tokenizer("builtin")
+    tokenizer = _plain_and_fast("builtin")[0]
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -57,7 +61,7 @@ def _trained(pattern: str, normalizer: tokenizers.normalizers.Normalizer | None 
     )
     trainer = trainers.BpeTrainer(
         vocab_size=600,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=["<|endoftext|>", "<|end", "<|a b|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -73,24 +77,33 @@ PLAIN_AND_FAST = {
 }
 
 
+@cache
+def _plain_and_fast(name: str) -> tuple[BpeTokenizer, WordCache]:
+    plain = BpeTokenizer("plain", PLAIN_AND_FAST[name])
+    return plain, WordCache(PLAIN_AND_FAST[name], plain.eos_id)
+
+
 @pytest.mark.parametrize("name", list(PLAIN_AND_FAST))
 @settings(max_examples=150, deadline=None)
-@given(documents=st.lists(AWKWARD, max_size=4))
+@given(documents=st.lists(WITH_ADDED_TOKENS, max_size=4))
 def test_the_word_cache_gives_the_ids_of_the_plain_call(name: str, documents: list[str]) -> None:
-    serialised = PLAIN_AND_FAST[name]
-    assert can_split(serialised)
-    plain = BpeTokenizer("plain", serialised)
-    encoded = WordCache(serialised, plain.eos_id).encode(documents)
+    plain, fast = _plain_and_fast(name)
+    encoded = fast.encode(documents)
     expected = [[*ids, plain.eos_id] for ids in plain.encode_batch(documents)]
     assert encoded.lengths.tolist() == [len(ids) for ids in expected]
     assert encoded.ids.tolist() == [id_ for ids in expected for id_ in ids]
 
 
+@pytest.mark.parametrize("name", list(PLAIN_AND_FAST))
+def test_the_word_cache_serves_every_known_family(name: str) -> None:
+    assert can_split(PLAIN_AND_FAST[name])
+
+
 def test_the_word_cache_keeps_what_it_learned(texts: list[str]) -> None:
     plain = load_tokenizer("builtin")
-    cache = WordCache(BUILTIN.read_text(encoding="utf-8"), plain.eos_id)
+    words = WordCache(BUILTIN.read_text(encoding="utf-8"), plain.eos_id)
     for part in (texts[:3], texts[2:5], texts):
-        ids = cache.encode(part).ids
+        ids = words.encode(part).ids
         assert ids.tolist() == [id_ for ids in plain.encode_batch(part) for id_ in [*ids, plain.eos_id]]
 
 
@@ -110,7 +123,8 @@ def test_the_marker_of_the_word_cache_may_occur_in_a_text() -> None:
         {"pre_tokenizer": None},
         {"pre_tokenizer": {"type": "Metaspace"}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}},
-        {"added_tokens": [{"content": "two words"}]},
+        {"added_tokens": [{"content": "<x>", "normalized": True}, {"content": "<y>", "normalized": False}]},
+        {"added_tokens": [{"content": "é", "normalized": True}], "normalizer": {"type": "NFC"}},
         {"added_tokens": [{"content": "<x>", "rstrip": True}]},
     ],
 )

@@ -64,7 +64,16 @@ def test_half_precision_is_as_exact_as_the_plain_path(dtype: torch.dtype, kernel
     plain = with_gradients(lambda *args: plain_linear_cross_entropy(*args) * 1024, *inputs)
     assert relative_error(fused[0] / 1024, truth[0]) < 1e-4
     for ours, theirs, true in zip(fused[1:], plain[1:], truth[1:], strict=True):
-        assert relative_error(ours / 1024, true) <= 1.5 * relative_error(theirs / 1024, true)
+        assert relative_error(ours.double() / 1024, true) <= 1.5 * relative_error(theirs.double() / 1024, true)
+
+
+def test_a_bf16_gradient_has_no_bias_from_the_denominator() -> None:
+    """1/509 is no bf16 number: rounded before the product it would shrink or stretch the whole gradient."""
+    inputs = problem(512, 64, 300, torch.bfloat16, ignored=3)
+    ours, truth = with_gradients(fused_linear_cross_entropy, *inputs), exact(*inputs)
+    for gradient, true_gradient in zip(ours[1:], truth[1:], strict=True):
+        along = float((gradient.double() * true_gradient).sum() / true_gradient.square().sum())
+        assert along == pytest.approx(1.0, abs=5e-4)
 
 
 def test_float32_master_weights_under_autocast_get_float32_gradients() -> None:
@@ -86,7 +95,7 @@ def test_offsets_beyond_two_gigabytes() -> None:
     logits = torch.zeros(rows, vocabulary, dtype=torch.bfloat16, device="cuda")
     logits[-1, 5] = 20.0
     labels = torch.full((rows,), 5, device="cuda")
-    losses = cross_entropy_in_place(logits, labels, IGNORED, 1.0, wants_gradient=True)
+    losses = cross_entropy_in_place(logits, labels, IGNORED, torch.ones((), device="cuda"), wants_gradient=True)
     uniform = float(torch.tensor(float(vocabulary)).log())
     torch.testing.assert_close(losses[:-1], torch.full_like(losses[:-1], uniform), atol=1e-4, rtol=0)
     expected = -torch.nn.functional.log_softmax(torch.tensor([20.0] + [0.0] * (vocabulary - 1)), 0)[0]
@@ -102,7 +111,7 @@ def test_ignored_rows_are_zero_and_foreign_labels_are_not_a_number() -> None:
     logits = torch.randn(4, 1000, device="cuda")
     labels = torch.tensor([3, IGNORED, 1000, 999], device="cuda")
     logits[1, 7] = float("nan")
-    losses = cross_entropy_in_place(logits, labels, IGNORED, 1.0, wants_gradient=True)
+    losses = cross_entropy_in_place(logits, labels, IGNORED, torch.ones((), device="cuda"), wants_gradient=True)
     assert losses[1] == 0 and not logits[1].any()
     assert losses.isnan().tolist() == [False, False, True, False]
 

@@ -1,4 +1,4 @@
-"""A launcher of foreign scripts for the tests: `foreign_driver.py RUN_DIR script NPROC SCRIPT ARGS…` or `RUN_DIR command ARGV…`.
+"""A launcher of foreign scripts for the tests: `RUN_DIR script NPROC SCRIPT ARGS…` or `RUN_DIR command ARGV…`.
 
 The supervisor has no rules here; the last line on standard output is the result.
 """

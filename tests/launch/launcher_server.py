@@ -12,10 +12,7 @@ from typing import Any
 
 import launch_entries
 
-from model_check.launch.agent import EndJob, Graces, Hooks, JobView
-from model_check.launch.console import ConsoleOptions
-from model_check.launch.job import launch_job
-from model_check.launch.programs import Command
+from model_check.launch import Command, ConsoleOptions, EndJob, Graces, Hooks, JobView, launch_job
 from model_check.launch.warmstart import preload
 from model_check.rundir import RunDir
 

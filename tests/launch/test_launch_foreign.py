@@ -1,4 +1,4 @@
-"""Foreign scripts and commands under the launcher: environment, streams, exit codes, signals, and nothing left behind."""
+"""Foreign scripts and commands under the launcher: environment, streams, exit codes, signals, nothing left behind."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ class Launched:
         *lines, last = out.splitlines()
         return json.loads(last), lines
 
+    def end(self) -> None:
+        """Kills it if it still runs; whatever it started must be gone a moment later."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+        _until(lambda: not self.marked())
+
     def wait_for(self, *names: str) -> None:
         _until(lambda: all((self.run_dir.root.parent / name).exists() for name in names), 30.0)
 
@@ -73,9 +82,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
     yield start
     for launcher in launched:
-        launcher.process.kill()
-        launcher.process.communicate()
-        _until(lambda: not launcher.marked())
+        launcher.end()
 
 
 def _write(path: Path, code: str) -> str:
@@ -131,7 +138,9 @@ def test_a_failing_rank_gives_its_code_and_its_peer_ends_within_two_seconds(
     assert (job.run_dir.stacks_dir / "rank-00000.1.json").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)]
+)
 def test_when_the_launcher_goes_no_rank_stays(
     tmp_path: Path, launch: Callable[..., Launched], number: int, code: int
 ) -> None:
@@ -150,7 +159,7 @@ def test_when_the_launcher_goes_no_rank_stays(
 
 
 def test_a_script_that_is_not_there_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="there is no script nowhere.py"):
+    with pytest.raises(UsageError, match=r"there is no script nowhere\.py"):
         ForeignScript("nowhere.py").check()
 
 

@@ -7,7 +7,7 @@ import signal
 
 import psutil
 import pytest
-from conftest import StartJob, is_gone, wait_until
+from launch_jobs import StartJob, is_gone, wait_until
 
 from model_check.rundir import read_jsonl
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from model_check.launch.failures import RankExit
-from model_check.launch.supervisor import Ending, Limits, Supervisor
+from model_check.launch.hooks import EndJob
+from model_check.launch.supervisor import Limits, Supervisor
 from model_check.rundir import Finding, RunDir, Verdict, read_json, read_jsonl
 
 _RANK = Path(__file__).with_name("pretend_rank.py")
@@ -77,7 +78,7 @@ class Job:
     def events(self) -> list[dict[str, Any]]:
         return read_jsonl(self.run_dir.supervisor_events).records
 
-    def poll_until(self, condition: Any, deadline_s: float = 10.0) -> Ending | None:
+    def poll_until(self, condition: Any, deadline_s: float = 10.0) -> EndJob | None:
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
             ending = self.supervisor.poll()
@@ -86,7 +87,7 @@ class Job:
             time.sleep(0.02)
         pytest.fail("the supervisor did not get there in time")
 
-    def poll_for(self, seconds: float) -> list[Ending]:
+    def poll_for(self, seconds: float) -> list[EndJob]:
         """Watches for a while, as a launcher would; the endings it asked for."""
         end = time.monotonic() + seconds
         endings = []
@@ -169,7 +170,7 @@ def test_a_warning_never_ends_the_job_and_a_proof_does(make_job: Any) -> None:
     proven = make_job(PROOF)
     _hang(proven)
     ending = proven.poll_until(lambda: False)
-    assert ending == Ending("MC201: ranks 0 and 1 call different collectives", 1)
+    assert ending == EndJob("MC201: ranks 0 and 1 call different collectives", 1)
     assert "stopped" in proven.kinds()
 
 
@@ -218,7 +219,7 @@ def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(mak
 
 def test_the_exit_code_is_that_of_the_rank_the_verdict_names(make_job: Any) -> None:
     job = make_job(Finding("MC313", "rank 1 exited with code 3", certainty="proven", ranks=[1], victims=[0]))
-    job.supervisor.events.write("stall")
+    job.supervisor.journal.write("stall")
     exits = [
         RankExit(0, job.ranks[0].process.pid, 1, None, 1.0, attempt=0),
         RankExit(1, job.ranks[1].process.pid, 3, None, 2.0, attempt=0),

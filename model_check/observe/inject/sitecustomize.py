@@ -6,6 +6,7 @@ for one meta path entry. Whatever goes wrong here is written down and the script
 starting. A sitecustomize of the user's own, or of the environment, is run as if this one were not there.
 """
 
+# ruff: noqa: PTH100, PTH118, PTH120 -- pathlib would be one more import in every Python process of the job
 import os
 import sys
 
@@ -47,7 +48,6 @@ class _TorchIsComing:
         if name == "torch":
             sys.meta_path.remove(_TorchIsComing)
             _install()
-        return None
 
 
 def _is_rank_already():

@@ -13,14 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from model_check.observe.instrument import calls, endings, exceptions, memory, outside
+from model_check.observe.instrument import calls, endings, exceptions, handlers, memory, outside
 from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE, rank_from_environment
 from model_check.observe.instrument.imports import PostImport
+from model_check.observe.instrument.spans import span
 from model_check.rundir.paths import RunDir
 
 _SLOW_PACKAGES = frozenset(
-    "torch transformers datasets lightning pytorch_lightning accelerate deepspeed tensorflow jax sklearn pandas "
-    "torchvision torchaudio wandb mlflow peft trl".split()
+    """
+    torch torchvision torchaudio transformers datasets accelerate peft trl lightning pytorch_lightning deepspeed
+    tensorflow jax sklearn pandas wandb mlflow
+    """.split()  # noqa: SIM905 a list of words
 )
 
 
@@ -34,9 +37,8 @@ def install(run_dir: Path | str, rank: int | None = None, **identity: Any) -> No
     `identity` goes into the ring's header, e.g. world_size and local_rank.
     """
     BOX.run_dir = RunDir(Path(run_dir))
-    # Without this the flight recorder of some versions is off, and it must be known before torch is loaded.
+    # The flight recorder is off by default in some versions of torch, and reads this when it is loaded.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
     if rank is None and not _belongs_to_a_rank():
         rank = rank_from_environment(os.environ)
         BOX.may_adopt = rank is None
@@ -63,7 +65,7 @@ def _install_hooks() -> None:
     calls.watch_standard_input()
     exceptions.listen_to(sys.stdout)
     exceptions.listen_to(sys.stderr)
-    exceptions.watch_handlers()
+    handlers.watch()
     _watch_fork()
     PostImport(_patches(), _SLOW_PACKAGES).install()
 
@@ -125,4 +127,4 @@ def _after_fork_in_child() -> None:
         outside.allow_ptrace()
 
 
-__all__ = ["install"]
+__all__ = ["install", "span"]

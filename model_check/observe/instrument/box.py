@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ from model_check.rundir.ring import BEGIN, END, POINT, kind, read_header
 RANK_PID_VARIABLE = "MODEL_CHECK_RANK_PID"
 _STEP_KIND = kind(POINT, PHASE["step"])
 _NO_SITE = (0, 0, 0)
+
+
+class SpanKind:
+    """A phase, and the operation in it, with the numbers of its BEGIN and END records worked out once."""
+
+    __slots__ = ("begin", "end")
+
+    def __init__(self, phase: str, op: str = "none") -> None:
+        self.begin = kind(BEGIN, PHASE[phase], OP[op])
+        self.end = kind(END, PHASE[phase], OP[op])
 
 
 class _PerThread(threading.local):
@@ -99,6 +110,12 @@ class BlackBox:
             self.open(0, world_size=1, local_rank=0)
         return self.recorder
 
+    def give_up(self, error: BaseException) -> None:
+        """Something of ours failed: the script must not. It runs on without being recorded."""
+        trace = traceback.format_exception(type(error), error, error.__traceback__)
+        self.event("recording_failed", error=f"{type(error).__name__}: {error}", traceback="".join(trace)[-4000:])
+        self.leave()
+
     # Records
 
     def site(self, recorder: Recorder, depth: int = 2) -> tuple[int, int, int]:
@@ -106,17 +123,22 @@ class BlackBox:
         found = self.code.innermost(sys._getframe(depth))
         if found is None:
             return self.last_site
-        intern = recorder.intern
-        self.last_site = site = (intern(found[0]), found[1], intern(found[2]))
+        shown, line, name = found
+        ids = recorder.ids
+        file, function = ids.get(shown), ids.get(name)
+        if file is None or function is None:
+            file, function = recorder.intern(shown), recorder.intern(name)
+        self.last_site = site = (file, line, function)
         return site
 
-    def begin(self, recorder: Recorder, phase: str, *, op: str = "none", detail: str = "", depth: int = 3) -> int:
+    def begin(self, recorder: Recorder, what: SpanKind, detail: str = "", depth: int = 3) -> int:
+        """Writes the BEGIN of a span at the user's line `depth` frames up, and returns its number."""
         file, line, function = self.site(recorder, depth)
-        return recorder.put(kind(BEGIN, PHASE[phase], OP[op]), file, line, function, recorder.intern(detail))
+        return recorder.put(what.begin, file, line, function, recorder.intern(detail) if detail else 0)
 
-    def end(self, recorder: Recorder, span: int, phase: str, *, op: str = "none", detail: str = "") -> None:
+    def end(self, recorder: Recorder, what: SpanKind, span: int, detail: str = "") -> None:
         if recorder is self.recorder:
-            recorder.put(kind(END, PHASE[phase], OP[op]), 0, 0, 0, recorder.intern(detail), span)
+            recorder.put(what.end, 0, 0, 0, recorder.intern(detail) if detail else 0, span)
 
     def step_done(self, recorder: Recorder) -> None:
         recorder.put(_STEP_KIND, *self.last_site)
@@ -124,7 +146,7 @@ class BlackBox:
 
     # Events
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: Any) -> None:
         """Appends to the rank's events; says nothing once another process has become this rank."""
         events, recorder = self._events, self.recorder
         if events is not None and recorder is not None and recorder.is_current():
@@ -163,4 +185,4 @@ def _shown_argv() -> list[str]:
     return redact_argv(sys.orig_argv, os.environ)
 
 
-__all__ = ["BOX", "DTYPE", "OP", "PHASE", "BlackBox", "rank_from_environment", "whole_number"]
+__all__ = ["BOX", "DTYPE", "OP", "PHASE", "BlackBox", "SpanKind", "rank_from_environment", "whole_number"]

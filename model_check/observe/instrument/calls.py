@@ -20,7 +20,7 @@ def _first_argument(*names: str) -> Describe:
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         for value in (*args[:3], *(kwargs.get(name) for name in names)):
             if isinstance(value, (str, os.PathLike)):
-                return os.fspath(value)[:_MAX_DETAIL]  # type: ignore[return-value]
+                return os.fspath(value)[:_MAX_DETAIL]
         return ""
 
     return describe

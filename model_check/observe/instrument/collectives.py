@@ -9,21 +9,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from model_check.observe.instrument.box import BOX, DTYPE, OP, PHASE
+from model_check.observe.instrument.box import BOX, DTYPE, OP, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.groups import GROUPS, Group
 from model_check.observe.recorder import Recorder
-from model_check.rundir.ring import BEGIN, END, FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS, kind
+from model_check.rundir.ring import FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPE.items() if hasattr(torch, name)}
 _OTHER_DTYPE = DTYPE["other"]
 _NO_TENSOR = (0, 0, 0, 0, 0, 0, 0)
 _REMEMBERED_WORKS = 4096
+_KINDS = {(phase, op): SpanKind(phase, op) for phase in ("collective", "barrier", "p2p") for op in OP}
+_BATCH = SpanKind("p2p", "batch_p2p")
 
 
 @dataclass(frozen=True)
@@ -94,43 +95,44 @@ def describe_tensor(tensor: Any) -> tuple[int, int, int, int, int, int, int]:
     if isinstance(tensor, (list, tuple)):
         if not tensor:
             return _NO_TENSOR
-        dtype, _, *shape = describe_tensor(tensor[0])
+        dtype, _, ndim, d0, d1, d2, d3 = describe_tensor(tensor[0])
         nbytes = sum(part.nbytes for part in tensor if isinstance(part, torch.Tensor))
-        return (dtype, nbytes, *shape)  # type: ignore[return-value]
+        return dtype, nbytes, ndim, d0, d1, d2, d3
     if not isinstance(tensor, torch.Tensor):
         return _NO_TENSOR
     shape = tensor.shape
+    if len(shape) == 1:  # gradients travel in flat buckets
+        return _DTYPES.get(tensor.dtype, _OTHER_DTYPE), tensor.nbytes, 1, shape[0], 0, 0, 0
     d0, d1, d2, d3 = (*shape[:MAX_DIMS], 0, 0, 0, 0)[:MAX_DIMS]
     return _DTYPES.get(tensor.dtype, _OTHER_DTYPE), tensor.nbytes, min(len(shape), 255), d0, d1, d2, d3
 
 
-@dataclass
-class Issued:
+class Issued(NamedTuple):
     """A call that has been written down, for its END and for the wait on its Work."""
 
     recorder: Recorder
+    what: SpanKind
     span: int
-    phase: int
-    op: int
     group: Group
     seq: int
     peer: int
+    is_async: bool
 
 
 def begin(
     recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, peer: int, flags: int, depth: int = 3
 ) -> Issued:
     """Writes the BEGIN of a collective or a message; its sequence number in the group is counted here."""
-    op_code, phase_code = OP[op], PHASE[phase]
+    what = _KINDS[phase, op]
     detail = 0
     if phase == "p2p":
-        seq = group.next_message(op_code, peer)
+        seq = group.next_message(op, peer)
     else:
         seq, detail = group.next_collective()
     file, line, function = BOX.site(recorder, depth)
     dtype, nbytes, ndim, d0, d1, d2, d3 = describe_tensor(tensor)
     span = recorder.put_collective(
-        kind(BEGIN, phase_code, op_code, dtype),
+        what.begin | dtype << 24,
         file,
         line,
         function,
@@ -146,13 +148,23 @@ def begin(
         d2,
         d3,
     )
-    return Issued(recorder, span, phase_code, op_code, group, seq, peer)
+    return Issued(recorder, what, span, group, seq, peer, bool(flags & FLAG_ASYNC))
 
 
 def end(issued: Issued, detail: str = "") -> None:
-    recorder = issued.recorder
-    if recorder is BOX.recorder:
-        recorder.put(kind(END, issued.phase, issued.op), 0, 0, 0, recorder.intern(detail) if detail else 0, issued.span)
+    BOX.end(issued.recorder, issued.what, issued.span, detail)
+
+
+def _begin_call(recorder: Recorder, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Issued | None:
+    if not torch.distributed.is_initialized():
+        return None
+    group = GROUPS.find(recorder, _argument(args, kwargs, call.group))
+    if group is None:
+        return None
+    NOTES.moved_on()
+    flags = FLAG_ASYNC if call.always_async or _argument(args, kwargs, call.async_op) else 0
+    tensor, peer = _argument(args, kwargs, call.tensor), _peer(args, kwargs, call, group)
+    return begin(recorder, call.op, call.phase, group, tensor, peer, flags, depth=4)
 
 
 def recorded(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
@@ -166,13 +178,13 @@ def recorded(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
         thread = BOX.thread
         if recorder is None or thread.depth:
             return original(*args, **kwargs)
-        group = GROUPS.find(recorder, _argument(args, kwargs, call.group)) if torch.distributed.is_initialized() else None
-        if group is None:
+        try:
+            issued = _begin_call(recorder, call, args, kwargs)
+        except Exception as error:
+            BOX.give_up(error)
+            issued = None
+        if issued is None:
             return original(*args, **kwargs)
-        NOTES.moved_on()
-        flags = FLAG_ASYNC if call.always_async or _argument(args, kwargs, call.async_op) else 0
-        tensor = _argument(args, kwargs, call.tensor)
-        issued = begin(recorder, call.op, call.phase, group, tensor, _peer(args, kwargs, call, group), flags)
         thread.depth = 1
         try:
             result = original(*args, **kwargs)
@@ -183,7 +195,7 @@ def recorded(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
         finally:
             thread.depth = 0
         end(issued)
-        if flags and result is not None:
+        if issued.is_async and result is not None:
             WORKS.remember(result, issued)
         return result
 
@@ -222,7 +234,7 @@ def wait_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(work, *args, **kwargs)
         file, line, function = BOX.site(recorder)
         span = recorder.put_collective(
-            kind(BEGIN, issued.phase, issued.op),
+            issued.what.begin,
             file,
             line,
             function,
@@ -233,7 +245,7 @@ def wait_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
             FLAG_ASYNC,
             *_NO_TENSOR[1:],
         )
-        waiting = Issued(recorder, span, issued.phase, issued.op, issued.group, issued.seq, issued.peer)
+        waiting = issued._replace(span=span)
         try:
             result = original(work, *args, **kwargs)
         except BaseException as error:
@@ -254,19 +266,23 @@ def batch_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         recorder, thread = BOX.recorder, BOX.thread
         if recorder is None or thread.depth or not isinstance(p2p_op_list, list) or not p2p_op_list:
             return original(p2p_op_list)
-        NOTES.moved_on()
-        span = BOX.begin(recorder, "p2p", op="batch_p2p", detail=f"{len(p2p_op_list)} messages")
-        messages = [message for op in p2p_op_list if (message := _issue_message(recorder, op)) is not None]
+        try:
+            NOTES.moved_on()
+            span = BOX.begin(recorder, _BATCH, f"{len(p2p_op_list)} messages")
+            messages = [message for op in p2p_op_list if (message := _issue_message(recorder, op)) is not None]
+        except Exception as error:
+            BOX.give_up(error)
+            return original(p2p_op_list)
         thread.depth = 1
         try:
             works = original(p2p_op_list)
         except BaseException as error:
-            BOX.end(recorder, span, "p2p", op="batch_p2p", detail=f"raised {type(error).__name__}")
+            BOX.end(recorder, _BATCH, span, f"raised {type(error).__name__}")
             NOTES.left_a_call(error, "batch_p2p")
             raise
         finally:
             thread.depth = 0
-        BOX.end(recorder, span, "p2p", op="batch_p2p")
+        BOX.end(recorder, _BATCH, span)
         for work, message in zip(works, messages, strict=False):
             WORKS.remember(work, message)
         return works
@@ -292,7 +308,7 @@ def native(recorder: Recorder, op: str, phase: str, process_group: Any, tensor: 
     return begin(recorder, op, phase, group, tensor, group.global_rank(peer), FLAG_NATIVE | FLAG_ASYNC, depth=4)
 
 
-def patch(c10d: ModuleType) -> None:
+def patch(c10d: Any) -> None:
     """torch.distributed.distributed_c10d, right after its import."""
     for name, call in CALLS.items():
         original = getattr(c10d, name, None)

@@ -40,10 +40,10 @@ class _Ending:
             memory.mark("memory error")
         BOX.event("exception", handled=False, **summarize(error))
 
-    def asked(self, code: object, via: str, frame: FrameType | None) -> None:
+    def asked(self, code: int, via: str, frame: FrameType | None) -> None:
         """sys.exit, exit or os._exit was called, here."""
         frames = BOX.code.describe_stack(frame)
-        self.exit_call = {"code": _exit_code(code), "via": via, "user_frame": BOX.code.user_frame(frames)}
+        self.exit_call = {"code": code, "via": via, "user_frame": BOX.code.user_frame(frames)}
 
     def write(self) -> None:
         """The last event of the process."""
@@ -110,8 +110,12 @@ def _wrap_exit(module: ModuleType, name: str) -> None:
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        # A spawned child of multiprocessing always ends this way, whatever its function did.
         if BOX.recorder is not None and threading.current_thread() is threading.main_thread():
-            ENDING.asked(args[0] if args else kwargs.get("code"), "sys.exit", sys._getframe(1))
+            code = _exit_code(args[0] if args else kwargs.get("code"))
+            if code or not caller.f_code.co_filename.endswith("multiprocessing/spawn.py"):
+                ENDING.asked(code, "sys.exit", caller)
         return original(*args, **kwargs)
 
     functools.update_wrapper(call, original, assigned=("__doc__", "__name__"), updated=())
@@ -154,12 +158,12 @@ def recording_failures(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def patch_multiprocessing_process(module: ModuleType) -> None:
+def patch_multiprocessing_process(module: Any) -> None:
     """multiprocessing.process: a Process's function fails inside a catch-all."""
     module.BaseProcess.run = recording_failures(module.BaseProcess.run)
 
 
-def patch_torch_spawn(module: ModuleType) -> None:
+def patch_torch_spawn(module: Any) -> None:
     """torch.multiprocessing.spawn: its wrapper writes the traceback to a file for the parent and exits."""
     original = module._wrap
 

@@ -12,11 +12,14 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from typing import Any, TextIO
 
 from model_check.observe.instrument.box import BOX
 
-_MAX_SWALLOWED = 50  # a loop that fails and retries for hours must not fill the disk
+# A loop that fails and retries for hours must not fill the disk, nor hide a fault at another line.
+_MAX_SWALLOWED = 200
+_MAX_PER_LINE = 3
 _MAX_MESSAGE = 4000
 _SHORTEST_SECRET = 6
 # Control flow, not faults.
@@ -54,12 +57,22 @@ def _shown(message: str) -> str:
     return redact_text(message[:_MAX_MESSAGE], secrets)
 
 
+def _raised_at(error: BaseException) -> tuple[type, str, int]:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return type(error), "", 0
+    return type(error), trace.tb_frame.f_code.co_filename, trace.tb_lineno
+
+
 class Notes:
     """Per thread, the exception that was last seen leaving a call and has not yet ended the process."""
 
     def __init__(self) -> None:
         self._pending: dict[int, tuple[int, dict[str, Any]]] = {}
         self._written = 0
+        self._lines: Counter[tuple[type, str, int]] = Counter()
 
     def left_a_call(self, error: BaseException, where: str) -> None:
         """An instrumented call raised. Its callers may still let it through."""
@@ -72,13 +85,17 @@ class Notes:
         known = self._pending.get(thread)
         if known is not None and known[0] == id(error):
             return
+        line = _raised_at(error)
+        self._lines[line] += 1
+        if self._lines[line] > _MAX_PER_LINE:
+            return
         self._pending[thread] = (id(error), {**summarize(error), **facts})
 
     def moved_on(self) -> None:
         """The thread begins something new: whatever was pending and is no longer being handled was swallowed."""
         handled = sys.exc_info()[1]
         if handled is not None:
-            self._note(handled, {"during": "handler", "t_raised": time.monotonic()})
+            self.caught(handled)
         if self._pending:
             self._settle(handled)
 
@@ -98,14 +115,14 @@ class Notes:
             self._settle(error)
         self._pending.pop(threading.get_ident(), None)
 
-    def spoke_in_handler(self) -> None:
-        handled = sys.exc_info()[1]
-        if handled is not None and BOX.recorder is not None:
-            self._note(handled, {"during": "handler", "t_raised": time.monotonic()})
+    def caught(self, error: BaseException) -> None:
+        """A handler of the script's has it. It may still raise it again."""
+        self._note(error, {"during": "handler", "t_raised": time.monotonic()})
 
     def forget(self) -> None:
         """In the child of a fork: these were the parent's."""
         self._pending.clear()
+        self._lines.clear()
         self._written = 0
 
 
@@ -119,8 +136,9 @@ def listen_to(stream: TextIO | None) -> None:
     write = stream.write
 
     def heard(text: str) -> int:
-        if sys.exc_info()[1] is not None:
-            NOTES.spoke_in_handler()
+        handled = sys.exc_info()[1]
+        if handled is not None and BOX.recorder is not None:
+            NOTES.caught(handled)
         return write(text)
 
     try:

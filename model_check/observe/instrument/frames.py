@@ -23,10 +23,9 @@ class UserCode:
 
     def __init__(self) -> None:
         self.script = given_script()
-        self.cwd = os.getcwd()
-        absolute = os.path.join(self.cwd, self.script)
-        self._script_folder = os.path.dirname(absolute) + os.sep if self.script else ""
-        self._given_folder = os.path.dirname(self.script)
+        self.cwd = str(Path.cwd())
+        self._script_folder = str(Path(self.cwd, self.script).parent) + os.sep if self.script else ""
+        self._given_folder = Path(self.script).parent
         roots = {sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
         self._libraries = tuple(str(Path(root)) + os.sep for root in roots)
         self._shown: dict[str, str | None] = {}
@@ -40,14 +39,13 @@ class UserCode:
             return shown
 
     def _classify(self, file: str) -> str | None:
-        if file.startswith("<") or file.startswith((_PACKAGE, *self._libraries)) or any(p in file for p in _INSTALLED):
+        if file.startswith(("<", _PACKAGE, *self._libraries)) or any(part in file for part in _INSTALLED):
             return None
-        torch = sys.modules.get("torch")
-        torch_file = getattr(torch, "__file__", None)
-        if torch_file and file.startswith(os.path.dirname(torch_file) + os.sep):
+        torch = getattr(sys.modules.get("torch"), "__file__", None)
+        if torch and file.startswith(str(Path(torch).parent) + os.sep):
             return None
-        if self._script_folder and file.startswith(self._script_folder) and not os.path.isabs(self.script):
-            return os.path.join(self._given_folder, file[len(self._script_folder) :])
+        if self._script_folder and file.startswith(self._script_folder) and not self._given_folder.is_absolute():
+            return str(self._given_folder / file[len(self._script_folder) :])
         return file
 
     def innermost(self, frame: FrameType | None) -> tuple[str, int, str] | None:

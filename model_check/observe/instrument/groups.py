@@ -23,14 +23,14 @@ class Group:
         # The first record of a group says who is in it.
         self.introduction = recorder.intern(f"ranks {spell(ranks)}")
         self.collectives = 0
-        self.messages: Counter[tuple[int, int]] = Counter()
+        self.messages: Counter[tuple[str, int]] = Counter()
 
     def next_collective(self) -> tuple[int, int]:
         """(sequence number, detail id) of the collective that is about to be issued."""
         self.collectives += 1
         return self.collectives, self.introduction if self.collectives == 1 else 0
 
-    def next_message(self, op: int, peer: int) -> int:
+    def next_message(self, op: str, peer: int) -> int:
         """Point-to-point calls are counted per operation and peer: their number says nothing about other ranks."""
         self.messages[op, peer] += 1
         return self.messages[op, peer]
@@ -77,8 +77,9 @@ class Groups:
     def _meet(self, recorder: Recorder, group: Any) -> Group:
         from torch.distributed import distributed_c10d as c10d
 
-        if group is c10d._world.default_pg:
-            met = Group("default", tuple(range(group.size())), recorder)
+        world = c10d._world.default_pg
+        if world is not None and group is world:
+            met = Group("default", tuple(range(world.size())), recorder)
         else:
             ranks = tuple(sorted(c10d._world.pg_group_ranks.get(group, {})))
             if ranks:

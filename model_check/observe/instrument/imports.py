@@ -13,9 +13,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.box import BOX, SpanKind
 
 Patch = Callable[[ModuleType], None]
+_IMPORT = SpanKind("import")
 
 
 class PostImport:
@@ -29,11 +30,17 @@ class PostImport:
 
     def install(self) -> None:
         """Takes its place in front, and catches up on what is already imported."""
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
-        for name in self._patches:
+        sys.meta_path.insert(0, self)
+        replaced: dict[int, Any] = {}
+        for name, patch in self._patches.items():
             module = sys.modules.get(name)
             if module is not None:
-                self._patches[name](module)
+                before = dict(vars(module))
+                patch(module)
+                changed = {key: new for key, new in vars(module).items() if before.get(key) is not new}
+                replaced |= {id(before[key]): new for key, new in changed.items() if key in before}
+        if replaced:
+            _replace_aliases(replaced)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         if name not in self._watched or name in self._finding:
@@ -65,6 +72,16 @@ class PostImport:
             return
 
 
+def _replace_aliases(replaced: dict[int, Any]) -> None:
+    """`from torch.distributed import all_reduce` took the name before it was wrapped: give it the wrapped one."""
+    ours = __name__.rpartition(".")[0]
+    for module in [module for name, module in sys.modules.items() if not name.startswith(ours)]:
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict):
+            for key in [key for key, value in list(names.items()) if id(value) in replaced]:
+                names[key] = replaced[id(names[key])]
+
+
 def _find_elsewhere(us: PostImport, name: str, path: Sequence[str] | None, target: Any) -> ModuleSpec | None:
     for finder in sys.meta_path:
         if finder is us:
@@ -82,11 +99,11 @@ def _import_span(name: str) -> Iterator[None]:
     if recorder is None:
         yield
         return
-    span = BOX.begin(recorder, "import", detail=name, depth=4)
+    span = BOX.begin(recorder, _IMPORT, name, depth=4)
     try:
         yield
     finally:
-        BOX.end(recorder, span, "import", detail=name)
+        BOX.end(recorder, _IMPORT, span, name)
 
 
 @contextmanager

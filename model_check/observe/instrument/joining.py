@@ -12,22 +12,24 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
 import torch
 
 from model_check.observe.instrument import memory, native, outside
-from model_check.observe.instrument.box import BOX, rank_from_environment
+from model_check.observe.instrument.box import BOX, SpanKind, rank_from_environment
 from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.groups import GROUPS
 from model_check.observe.instrument.spans import spanned
 from model_check.observe.service import Service
 
+_JOINING = SpanKind("init", "new_group")
+
 
 class _Running:
     service: Service | None = None
+    left: ClassVar[list[Any]] = []
 
 
 def _announced_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -55,33 +57,46 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         if BOX.run_dir is None or torch.distributed.is_initialized():
             return original(*args, **kwargs)
-        rank = _announced_rank(args, kwargs)
-        if rank is not None:
-            _open_as(rank)
-        native.install()
-        GROUPS.forget()
+        try:
+            span = _before_joining(_announced_rank(args, kwargs))
+        except Exception as error:
+            BOX.give_up(error)
+            return original(*args, **kwargs)
         recorder = BOX.recorder
-        span = 0
-        if recorder is not None:
-            NOTES.moved_on()
-            span = BOX.begin(recorder, "init", op="new_group", detail="init_process_group")
-            _start_service()
         BOX.thread.depth += 1
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
             if recorder is not None:
-                BOX.end(recorder, span, "init", op="new_group", detail=f"raised {type(error).__name__}")
+                BOX.end(recorder, _JOINING, span, f"raised {type(error).__name__}")
                 NOTES.left_a_call(error, "init_process_group")
             raise
         finally:
             BOX.thread.depth -= 1
         if recorder is not None:
-            BOX.end(recorder, span, "init", op="new_group")
-        _joined()
+            BOX.end(recorder, _JOINING, span)
+        try:
+            _joined()
+        except Exception as error:
+            BOX.give_up(error)
         return result
 
     return init_process_group
+
+
+def _before_joining(rank: int | None) -> int:
+    """Opens the ring where the rank is known already; returns the span of joining, 0 where nothing is recorded yet."""
+    if rank is not None:
+        _open_as(rank)
+    native.install()
+    GROUPS.forget()
+    recorder = BOX.recorder
+    if recorder is None:
+        return 0
+    NOTES.moved_on()
+    span = BOX.begin(recorder, _JOINING, "init_process_group", depth=4)
+    _start_service()
+    return span
 
 
 def _joined() -> None:
@@ -127,7 +142,7 @@ def _start_service() -> None:
     recorder.identify(service=_Running.service.path if _Running.service is not None else None)
 
 
-def patch(c10d: ModuleType) -> None:
+def patch(c10d: Any) -> None:
     """torch.distributed.distributed_c10d, right after its import."""
     c10d.init_process_group = join_recorded(c10d.init_process_group)
     for name in ("new_group", "split_group", "new_subgroups", "new_subgroups_by_enumeration"):
@@ -138,6 +153,10 @@ def patch(c10d: ModuleType) -> None:
 
     @functools.wraps(c10d.destroy_process_group)
     def destroy_process_group(group: Any = None) -> Any:
+        # DDP's reducer may be a group's last owner. It dies with the GIL held, and the group then waits for a thread
+        # of its backend, which needs the GIL to let go of a tensor that our kernel has shown to Python: so the group
+        # is kept until the process ends.
+        _Running.left += list(c10d._world.pg_map) if group is None else [group]
         if group is None:
             GROUPS.forget()
         return leave(group)

@@ -64,7 +64,7 @@ def install() -> None:
         return
     library = torch.library.Library("c10d", "IMPL")
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    unbox = torch.distributed.ProcessGroup.unbox  # type: ignore[attr-defined]
+    unbox = torch.distributed.ProcessGroup.unbox
     for name, operator in _OPERATORS.items():
         packet = getattr(torch.ops.c10d, name, None)
         if packet is not None:
@@ -86,14 +86,13 @@ def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any],
         recorder = BOX.recorder
         if recorder is None or BOX.thread.depth:
             return redispatch(keyset & below, *args, **kwargs)
-        issued = collectives.native(
-            recorder,
-            op,
-            phase,
-            unbox(args[group_at]),
-            None if tensor_at is None else args[tensor_at],
-            None if peer_at is None else args[peer_at],
-        )
+        tensor = None if tensor_at is None else args[tensor_at]
+        peer = None if peer_at is None else args[peer_at]
+        try:
+            issued = collectives.native(recorder, op, phase, unbox(args[group_at]), tensor, peer)
+        except Exception as error:
+            BOX.give_up(error)
+            issued = None
         try:
             return redispatch(keyset & below, *args, **kwargs)
         finally:

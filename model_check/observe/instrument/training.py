@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-import os
-from types import ModuleType
+import sys
 from typing import Any
 
 import torch
 
 from model_check.observe.instrument import memory
-from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.box import BOX, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.spans import Original, spanned
 from model_check.observe.recorder import Recorder
 
 # A loop that calls a tiny network thousands of times a step would feel the records, and fill the ring with them.
 _FORWARDS_PER_STEP = 64
+_FORWARD = SpanKind("forward")
+_OPTIMIZER = SpanKind("optimizer")
 
 
 class _Now:
@@ -52,7 +53,7 @@ def _counted(original: Original, counter: str) -> Original:
     return call
 
 
-def patch_loader(module: ModuleType) -> None:
+def patch_loader(module: Any) -> None:
     """torch.utils.data.dataloader: each batch, the start of an iterator, and the workers behind it."""
     base = module._BaseDataLoaderIter
     base.__next__ = spanned(_counted(base.__next__, "data"), "data", adopt=True)
@@ -71,10 +72,8 @@ def patch_loader(module: ModuleType) -> None:
     several.__init__ = start_workers
 
 
-def patch_module_call(module: ModuleType) -> None:
+def patch_module_call(module: Any) -> None:
     """torch.nn.modules.module: the outermost module that is called, whatever it is."""
-    import sys
-
     if "torch._dynamo" in sys.modules:
         # The compiler has already taken down what a module's call looks like; it must not change any more.
         return
@@ -94,23 +93,26 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
     _Now.forwards_left -= 1
     if recorder is None or _Now.forwards_left < 0:
         return original(module, *args, **kwargs)
-    NOTES.moved_on()
-    name = type(module).__name__
-    span = BOX.begin(recorder, "forward", detail=name)
+    try:
+        NOTES.moved_on()
+        span = BOX.begin(recorder, _FORWARD, type(module).__name__)
+    except Exception as error:
+        BOX.give_up(error)
+        return original(module, *args, **kwargs)
     _Now.forward = True
     try:
         result = original(module, *args, **kwargs)
     except BaseException as error:
-        BOX.end(recorder, span, "forward", detail=f"raised {type(error).__name__}")
+        BOX.end(recorder, _FORWARD, span, f"raised {type(error).__name__}")
         NOTES.left_a_call(error, "forward")
         raise
     finally:
         _Now.forward = False
-    BOX.end(recorder, span, "forward")
+    BOX.end(recorder, _FORWARD, span)
     return result
 
 
-def patch_autograd(module: ModuleType) -> None:
+def patch_autograd(module: Any) -> None:
     """torch.autograd: Tensor.backward comes here too."""
     original = module.backward
     recorded = spanned(_counted(original, "backward"), "backward", adopt=True)
@@ -122,7 +124,7 @@ def patch_autograd(module: ModuleType) -> None:
     module.backward = backward
 
 
-def patch_optimizer(module: ModuleType) -> None:
+def patch_optimizer(module: Any) -> None:
     """torch.optim.optimizer: its own hooks, so that every optimizer ever made is covered."""
     module.register_optimizer_step_pre_hook(_before_optimizer)
     module.register_optimizer_step_post_hook(_after_optimizer)
@@ -131,14 +133,21 @@ def patch_optimizer(module: ModuleType) -> None:
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    try:
+        _optimizer_begins(optimizer)
+    except Exception as error:
+        BOX.give_up(error)
+
+
+def _optimizer_begins(optimizer: Any) -> None:
     recorder = BOX.recorder or BOX.adopt()
     if recorder is None:
         return
     NOTES.moved_on()
     if _Now.optimizer is not None:
         # The last one raised: torch calls no hook then.
-        BOX.end(_Now.optimizer[0], _Now.optimizer[1], "optimizer", detail="raised")
-    _Now.optimizer = recorder, BOX.begin(recorder, "optimizer", detail=type(optimizer).__name__)
+        BOX.end(_Now.optimizer[0], _OPTIMIZER, _Now.optimizer[1], "raised")
+    _Now.optimizer = recorder, BOX.begin(recorder, _OPTIMIZER, type(optimizer).__name__, depth=4)
 
 
 def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -148,11 +157,7 @@ def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
     _Now.optimizer = None
     if recorder is not BOX.recorder:
         return
-    BOX.end(recorder, span, "optimizer")
+    BOX.end(recorder, _OPTIMIZER, span)
     BOX.step_done(recorder)
     _Now.forwards_left = _FORWARDS_PER_STEP
     memory.mark_now_and_then()
-
-
-def note_fork(child_pid: int) -> None:
-    BOX.event("fork", child_pid=child_pid, parent_pid=os.getpid())

@@ -1,4 +1,4 @@
-"""A null pointer in a C extension."""
+"""A wild pointer in a C extension."""
 
 import ctypes
 
@@ -20,7 +20,7 @@ def main():
         model(torch.randn(2, 8)).mean().backward()
         if step == 14 and dist.get_rank() == 1:
             faultclock.fired()
-            fused_kernel(0)
+            fused_kernel(0xDEADBEEFDEADBEEF)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main():
         opt.step()
         seen = torch.ones(1, dtype=torch.int64)
         dist.broadcast(seen, 0)  # FAULT-ALSO
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # FAULT-ALSO
 
 
 if __name__ == "__main__":

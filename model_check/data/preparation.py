@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from model_check.data import synthetic
 from model_check.data.encoded import EncodedDocuments
@@ -127,6 +126,8 @@ def _key(spec: DataSpec, identity: dict[str, Any]) -> str:
 
 @contextmanager
 def _only_builder(folder: Path, waiting: Callable[[str], None] | None) -> Iterator[None]:
+    from filelock import FileLock, Timeout  # imports asyncio: 0.15 s that a rank with a finished cache need not pay
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{folder}.lock")

@@ -1,0 +1,42 @@
+"""`model-check diagnose`: what happened to a run, worked out again from the files it left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from model_check.errors import RunDirError
+from model_check.rundir import RunDir
+
+
+def diagnose(
+    run_dir: Annotated[
+        Path, typer.Argument(help="The folder that the run printed, alive, dead, or copied from elsewhere.")
+    ],
+    source: Annotated[
+        Path | None,
+        typer.Option("--source", help="Where the script's files are, if paths in the evidence are relative."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Recompute the verdict of a run from its directory and print it.
+
+    Example: model-check diagnose .outputs/20260101-120000-4711
+    """
+    from model_check.diagnose import examine, render
+
+    directory = RunDir.open(run_dir)
+    if not (directory.blackbox_dir.is_dir() or directory.events_dir.is_dir()):
+        raise RunDirError(
+            f"{run_dir} is not a run directory: it has neither blackbox/ nor events/",
+            remedy="pass the folder that the run printed",
+        )
+    verdict = examine(directory, live=False)
+    if as_json:
+        typer.echo(json.dumps(verdict.to_json(), indent=2))
+        return
+    typer.echo(render(verdict, color=sys.stdout.isatty(), source_root=source))

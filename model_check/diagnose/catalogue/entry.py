@@ -1,0 +1,17 @@
+"""One entry of the catalogue: the long form behind a code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What `model-check explain CODE` prints and the page of codes shows."""
+
+    title: str
+    what: str
+    why: str
+    how_detected: str
+    fix: tuple[str, ...]
+    example: str

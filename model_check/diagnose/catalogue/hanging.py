@@ -1,0 +1,219 @@
+"""MC2xx: faults that make ranks wait."""
+
+from __future__ import annotations
+
+from model_check.diagnose.catalogue.entry import Entry
+
+_HISTORY = (
+    "Each rank records every collective before it starts, with its number in the group. At the first number where the "
+    "ranks differ, the majority, or a rank's own earlier steps, decide who left the order."
+)
+
+HANGING: dict[str, Entry] = {
+    "MC201": Entry(
+        "collectives in a different order",
+        "At the same place in their order, ranks of one group called different operations.",
+        "Collectives are matched by order alone. An all_reduce never completes against a broadcast; both sides wait.",
+        _HISTORY,
+        (
+            "call the same collectives in one order on all ranks; look for a branch on rank or data around the line",
+            "iterate over sorted names, not over sets or dicts that were built in another order",
+        ),
+        "if rank == 1: dist.broadcast(x, 0); dist.all_reduce(y)\nelse: dist.all_reduce(y); dist.broadcast(x, 0)",
+    ),
+    "MC202": Entry(
+        "shapes differ",
+        "Ranks called the same collective with tensors of different size.",
+        "One rank aborts on the unexpected size and its peers report a lost connection, or all wait.",
+        _HISTORY + " Sizes are compared for operations that need equal sizes.",
+        (
+            "give the tensor one size on all ranks: pad to the largest, or gather the sizes first",
+            "drop_last=True where the last batch is smaller on one rank",
+        ),
+        "dist.all_reduce(torch.zeros(10 if rank == 0 else 12))",
+    ),
+    "MC203": Entry(
+        "dtypes differ",
+        "Ranks called the same collective with tensors of different dtype.",
+        "The backend adds bytes without looking at their type: the result is garbage, and nothing stops.",
+        _HISTORY + " Dtypes are compared even though nothing hangs.",
+        ("cast to one dtype before the collective: tensor.to(torch.float32)",),
+        "loss = loss.half() if rank == 1 else loss\ndist.all_reduce(loss)",
+    ),
+    "MC204": Entry(
+        "stuck in the data loader",
+        "A rank waits for its next batch and the loader does not deliver one.",
+        "__getitem__ or the sampler blocks: a file system that hangs, a lock, a network read, a deadlocked worker.",
+        "The rank's open span is the loader's next; the line comes from the stack of the rank or of its loader worker.",
+        (
+            "look at the named line of __getitem__ or __iter__",
+            "set DataLoader(timeout=…) so that a stuck worker becomes an error",
+            "num_workers=0 shows the stack in the rank itself",
+        ),
+        "def __getitem__(self, i):\n    return read(self.paths[i])   # an NFS mount that hangs",
+    ),
+    "MC205": Entry(
+        "uneven data",
+        "One rank ran out of batches while its peers still train.",
+        "Its peers wait in the gradient reduction for a rank that has left the loop.",
+        "The loader of the rank ended; its peers are in a collective that it did not start.",
+        (
+            "use DistributedSampler(drop_last=True), or shards of equal length",
+            "agree on the number of steps before the epoch: all_reduce(MIN) of len(loader)",
+            "with DDP: wrap the loop in torch.distributed.algorithms.join.Join",
+        ),
+        "dataset = files[rank::world]   # 1001 files on 2 ranks",
+    ),
+    "MC206": Entry(
+        "a collective is missing on some ranks",
+        "Some ranks call a collective (often a barrier) that others never call.",
+        "A barrier or a gathering save stands under `if rank == 0`, or one rank skipped a step with `continue`.",
+        _HISTORY + " A call that follows in the usual order means that the one before it was skipped.",
+        (
+            "move the collective out of the `if rank == 0` block: all ranks must call it",
+            "instead of skipping a step on one rank, agree on it: all_reduce a flag, then all skip or none",
+        ),
+        "if rank == 0:\n    torch.save(state, path)\n    dist.barrier()   # the other ranks never get here",
+    ),
+    "MC207": Entry(
+        "an extra collective on one rank",
+        "One rank calls a collective that no other rank calls.",
+        "Logging, evaluation or a gather in a branch that only this rank takes, or one more round of a loop.",
+        _HISTORY + " A call that is not in the usual order, before the usual one, is extra.",
+        (
+            "let all ranks take part, or compute the value locally on this rank",
+            "loop the same number of times on all ranks",
+        ),
+        "if rank == 0: dist.all_gather(norms, norm)   # for a log line",
+    ),
+    "MC208": Entry(
+        "crossed collectives",
+        "Two collectives of the same size are called in swapped order on one rank: A then B here, B then A there.",
+        "Nothing hangs and nothing fails: A is summed with B. Losses and gradients are wrong from then on.",
+        "Call sites and source lines of the same numbers are compared; A against B and then B against A is a crossing. "
+        "Different lines for the same statement in the branches of `if rank` are legal.",
+        ("call them in one order on all ranks", "stack both values into one tensor and reduce it once"),
+        "rank 0: all_reduce(loss); all_reduce(accuracy)\nrank 1: all_reduce(accuracy); all_reduce(loss)",
+    ),
+    "MC209": Entry(
+        "stopped process",
+        "The process of a rank is stopped by a signal and will not run until it is continued.",
+        "SIGSTOP or SIGTSTP: Ctrl-Z, a debugger, a batch system that suspends jobs, a frozen container.",
+        "The kernel reports state T for the process.",
+        ("kill -CONT PID", "find out who stopped it"),
+        "kill -STOP 4711",
+    ),
+    "MC210": Entry(
+        "GIL held in C code",
+        "A thread of the rank is inside C code and does not release the interpreter lock.",
+        "An extension, ctypes.PyDLL, a regular expression that backtracks for ever. No other Python thread can run.",
+        "Two looks at the stacks show the same thread with the GIL at the same line, outside any Python loop.",
+        (
+            "use ctypes.CDLL, which releases the GIL, for calls that block",
+            "bound the input of the regular expression, or rewrite it without nested repeats",
+            "run the call in a process of its own with a timeout",
+        ),
+        "re.match(r'^(\\w+\\s?)*$', text)   # exponential on some texts",
+    ),
+    "MC211": Entry(
+        "lock deadlock",
+        "A thread waits for a lock, a queue or another thread, and nothing will release it.",
+        "Two threads take two locks in opposite order, or one thread takes a plain Lock twice.",
+        "The stacks of all threads: each place where one waits for a lock is named. A plain lock has no owner to ask.",
+        (
+            "take locks in one order everywhere",
+            "use threading.RLock where a function that holds the lock calls another that takes it",
+            "lock.acquire(timeout=…) turns the wait into an error",
+        ),
+        "with a: with b: …      # thread 1\nwith b: with a: …      # thread 2",
+    ),
+    "MC212": Entry(
+        "livelock or busy loop",
+        "A rank runs in a loop that never touches training again.",
+        "A condition that never becomes true: polling for a file, a flag, another process.",
+        "Two looks at the stacks show the same function in a loop without any recorded call, and CPU time is used.",
+        ("give the loop a deadline and an error", "look at the condition of the named loop: who should make it true?"),
+        "while not os.path.exists(done): time.sleep(0.01)",
+    ),
+    "MC213": Entry(
+        "stuck write",
+        "A rank writes or opens a file and the kernel does not come back.",
+        "A network file system without its server, a full pipe without a reader, a FIFO, a hung disk.",
+        "Phase save or a writing line, no CPU time, no bytes moved, and the kernel waits in write, open or fsync.",
+        (
+            "check the file system: df, mount, dmesg",
+            "write checkpoints to a local disk first and copy them from there",
+        ),
+        "open('/mnt/nfs/ckpt.pt', 'wb')   # the server is gone",
+    ),
+    "MC214": Entry(
+        "tracker or hub call stuck",
+        "A rank is inside a network call to a hub, a tracker or another service.",
+        "No network on the compute node, a proxy, a rate limit, a login prompt.",
+        "Phase hub or tracker, or a stack inside huggingface_hub, wandb, requests, urllib or ssl.",
+        (
+            "HF_HUB_OFFLINE=1 or WANDB_MODE=offline on nodes without a network",
+            "call the service on rank 0 only and give the call a timeout",
+        ),
+        "wandb.init(project='llm')   # behind a firewall that drops packets",
+    ),
+    "MC215": Entry(
+        "waiting for standard input",
+        "A rank reads from standard input, and nobody types.",
+        "input(), a confirmation prompt of a library, or a forgotten breakpoint().",
+        "Phase input, a read from descriptor 0, or a stack inside the debugger.",
+        ("remove breakpoint() or input()", "pass --yes or its like, or redirect standard input from /dev/null"),
+        "answer = input('overwrite? ')   # on rank 0",
+    ),
+    "MC216": Entry(
+        "loader worker died",
+        "A worker process of the data loader is gone.",
+        "It was killed (often for memory or shared memory), crashed in native code, or called exit.",
+        "torch's own error about a worker that exited, or a worker that is no longer among the rank's children.",
+        (
+            "look for the kernel's memory kills; lower num_workers or prefetch_factor",
+            "enlarge /dev/shm (docker: --shm-size=16g)",
+            "num_workers=0 shows the worker's error in the rank itself",
+        ),
+        "DataLoader(dataset, num_workers=16)   # in a container with 64 MB of /dev/shm",
+    ),
+    "MC217": Entry(
+        "lost peer",
+        "A rank that others wait for is gone, and how it ended is not known here.",
+        "It ran on another host, or its end left no record.",
+        "Peers report lost connections, and no rank whose files are here failed by itself.",
+        ("look at the verdict or the log of the other hosts", "check the network between the hosts"),
+        "[rank 3] Connection closed by peer [10.0.0.7]:31722",
+    ),
+    "MC218": Entry(
+        "wait-for cycle",
+        "Ranks wait for each other in a circle, in receives or in collectives of different groups.",
+        "Each needs another one to move first.",
+        "The graph of open receives and collectives has a circle, and every matching call is known to be absent.",
+        (
+            "use batch_isend_irecv, or let even ranks send first and odd ranks receive first",
+            "enter the groups in one global order on all ranks",
+        ),
+        "dist.recv(x, 1 - rank); dist.send(y, 1 - rank)   # on both ranks",
+    ),
+    "MC219": Entry(
+        "stuck in user code",
+        "A rank stands at one line of the script while the others wait for it.",
+        "A sleep, a subprocess that does not end, a blocking call.",
+        "It is the rank that nobody waits on behalf of; its stack names the line, and none of the special cases fits.",
+        ("look at the named line", "give blocking calls a timeout: subprocess.run(…, timeout=60)"),
+        "subprocess.run(['rsync', …])   # never returns",
+    ),
+    "MC220": Entry(
+        "slow, but alive",
+        "The job waits for one rank that is doing something legitimate and long.",
+        "Saving, evaluating, compiling, loading on one rank while the others wait at a barrier.",
+        "The open span of the rank that everybody waits for.",
+        (
+            "nothing, if it ends; the warning is withdrawn when progress resumes",
+            "save asynchronously or on all ranks; evaluate on all ranks",
+            "raise the timeout of the process group if this takes longer than it",
+        ),
+        "if rank == 0: evaluate(model, all_of_it)   # 20 minutes\ndist.barrier()",
+    ),
+}

@@ -1,0 +1,54 @@
+"""The catalogue as text for a terminal and as a page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from textwrap import indent, wrap
+
+from model_check.diagnose.catalogue.entry import Entry
+
+_FAMILIES = {
+    "MC1": "Start",
+    "MC2": "Hang",
+    "MC3": "Crash",
+    "MC5": "Memory",
+    "MC7": "Slow",
+}
+_WIDTH = 96
+
+
+def _paragraph(heading: str, text: str) -> str:
+    return f"{heading}\n" + indent("\n".join(wrap(text, _WIDTH)), "  ")
+
+
+def as_text(code: str, entry: Entry) -> str:
+    fixes = "\n".join(f"  - {fix}" for fix in entry.fix)
+    parts = [
+        f"{code}: {entry.title}",
+        _paragraph("What it means", entry.what),
+        _paragraph("Why it happens", entry.why),
+        _paragraph("How it is detected", entry.how_detected),
+        f"What to do\n{fixes}",
+        "Example\n" + indent(entry.example, "  "),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_markdown(catalogue: Mapping[str, Entry]) -> str:
+    lines = [
+        "# Error codes",
+        "",
+        "Every finding of a verdict carries one of these codes. `model-check explain CODE` prints the same text.",
+        "This page is generated from the catalogue: `model-check explain --markdown`.",
+        "",
+    ]
+    family = ""
+    for code in sorted(catalogue):
+        if _FAMILIES[code[:3]] != family:
+            family = _FAMILIES[code[:3]]
+            lines += [f"## {code[:3]}xx: {family}", ""]
+        entry = catalogue[code]
+        lines += [f"### {code}: {entry.title}", "", entry.what, "", f"**Why.** {entry.why}", ""]
+        lines += [f"**How it is detected.** {entry.how_detected}", "", "**What to do.**", ""]
+        lines += [*(f"- {fix}" for fix in entry.fix), "", "```text", entry.example, "```", ""]
+    return "\n".join(lines).rstrip() + "\n"

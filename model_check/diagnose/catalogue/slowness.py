@@ -1,0 +1,52 @@
+"""MC7xx: jobs that run, but slower than they should."""
+
+from __future__ import annotations
+
+from model_check.diagnose.catalogue.entry import Entry
+
+SLOWNESS: dict[str, Entry] = {
+    "MC701": Entry(
+        "straggler",
+        "One rank needs longer for its own work than its peers, and all of them wait for it in every step.",
+        "A slower device, longer samples, another process on its cores, work that only this rank does.",
+        "Own time per step (the step without waiting for others) is 1.5 times that of the peers over at least 5 steps.",
+        (
+            "look at the named phase and line",
+            "compare clocks and temperature of the devices: nvidia-smi -q -d PERFORMANCE",
+            "balance the samples by length",
+        ),
+        "rank 3: 92 ms of own work a step, the others 41 ms",
+    ),
+    "MC702": Entry(
+        "data-bound",
+        "The loader takes more than half of every step.",
+        "Decoding, tokenizing or reading is slower than training, and too few workers hide it.",
+        "The time in the loader's next, as a share of the step, on all ranks.",
+        (
+            "more num_workers, prefetch_factor=4, persistent_workers=True",
+            "prepare the data once, ahead of training",
+            "move slow work out of __getitem__",
+        ),
+        "data 180 ms, forward and backward 20 ms",
+    ),
+    "MC704": Entry(
+        "CPU oversubscription",
+        "The ranks of a host run far more compute threads than it has cores.",
+        "Every rank assumes that the host is its own and starts a thread per core.",
+        "Threads of all ranks against cores, while the cores are saturated.",
+        ("OMP_NUM_THREADS = cores / ranks", "torch.set_num_threads(…) to the same"),
+        "8 ranks × 64 threads on 64 cores",
+    ),
+    "MC705": Entry(
+        "host memory leak",
+        "The resident memory of a rank climbs steadily while it trains.",
+        "A list that keeps tensors with their graphs, a cache without a bound, copy-on-write pages of loader workers.",
+        "A line through the resident memory rises over the whole time watched, in nearly every sample.",
+        (
+            "append loss.item(), not loss",
+            "look for caches and lists that grow with every step",
+            "keep datasets in arrays or memory maps, not in Python objects",
+        ),
+        "losses.append(loss)   # 40 MB a step",
+    ),
+}

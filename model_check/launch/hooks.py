@@ -1,0 +1,67 @@
+"""What others may add to the supervision of a job, and what comes out of it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from model_check.launch.failures import FailedRank, RankExit
+from model_check.launch.journal import Journal
+from model_check.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class JobView:
+    """What a hook may know of the running job; what it finds out goes into the journal."""
+
+    run_dir: RunDir
+    attempt: int
+    pids: dict[int, int]
+    running: tuple[int, ...]
+    started_at: float
+    journal: Journal
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """A hook's answer: end the job now, for this reason, with this exit code."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What others add to the supervision. `on_poll` comes ten times a second while ranks run, so it must be quick."""
+
+    on_start: Callable[[JobView], None] | None = None
+    on_poll: Callable[[JobView], EndJob | None] | None = None
+    on_exit: Callable[[RankExit], None] | None = None
+
+
+@dataclass(frozen=True)
+class Graces:
+    """Seconds between SIGTERM and SIGKILL: after a request to stop (ranks may save), and after a rank's failure."""
+
+    stop_s: float = 10.0
+    failure_s: float = 1.0
+
+
+class JobStopped(Exception):
+    """All ranks are gone because somebody asked for it."""
+
+
+class JobEnded(Exception):
+    """All ranks are gone because a hook decided it."""
+
+    def __init__(self, order: EndJob) -> None:
+        super().__init__(order.reason)
+        self.order = order
+
+
+@dataclass
+class Outcome:
+    """What the agent learnt, for whoever runs it."""
+
+    exits: list[RankExit] = field(default_factory=list)
+    failure: FailedRank | None = None

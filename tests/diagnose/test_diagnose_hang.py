@@ -1,0 +1,362 @@
+"""Ranks that do not move: who holds the others up and in what, each code with a near miss."""
+
+from __future__ import annotations
+
+import pytest
+
+LOADER = "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py"
+TORCH = "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py"
+
+
+def held_up(stage, world=2, *, guilty=1, phase=None, line=30):
+    """Everybody but one rank waits in the step's all_reduce; that one is in `phase`, or in code of its own."""
+    actors = stage.ranks(world)
+    stage.train(6)
+    for actor in actors:
+        if actor.rank != guilty:
+            actor.collective("all_reduce", 40, open=True)
+    if phase is not None:
+        actors[guilty].begin(phase, line)
+    stage.stall()
+    return actors, actors[guilty]
+
+
+def look(actor, *frames, rounds=2, gil=False, state="S", cpu=0.0, others=(), **sample):
+    """Two rounds of stacks and two samples a second apart, after the stall began."""
+    base = actor.stage.latest + 5.0
+    for number in range(1, rounds + 1):
+        t = base + number
+        actor.stack(t, number, actor.thread(*frames, gil=gil, active=cpu > 0), *others)
+        actor.sample(t, state=state, cpu_s=10.0 + cpu * number, **sample)
+
+
+def test_nothing_is_said_before_the_job_stands_still(stage):
+    a, _ = stage.ranks(2)
+    stage.train(6)
+    a.collective("all_reduce", 40, open=True)
+    assert stage.findings(after=1.0) == []
+    assert stage.first(live=False, after=60.0).code == "MC219", "of a dead run the age of the wait decides"
+
+
+def test_a_withdrawn_stall_leaves_no_finding(stage):
+    _, guilty = held_up(stage)
+    assert stage.first().severity == "warning"
+    stage.say("stall_withdrawn", stage.latest + 6.5)
+    assert stage.findings(after=3.0) == []
+    assert guilty.rank == 1
+
+
+def test_stuck_in_the_loader_of_the_rank_itself(stage):
+    _, guilty = held_up(stage, 4, phase="data", line=20)
+    look(guilty, ("", 9, "__getitem__"), (LOADER, 700, "__next__"), ("", 20, "train"))
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC204", [1], [0, 2, 3])
+    assert stage.line(finding) == 9 and finding.function == "__getitem__" and finding.phase == "data"
+    assert (finding.severity, finding.certainty) == ("warning", "observed")
+
+
+def test_stuck_in_a_loader_worker(stage):
+    _, guilty = held_up(stage, phase="data", line=20)
+    guilty.event("loader_worker", worker_pid=5001, worker_id=0)
+    look(
+        guilty,
+        (LOADER, 1200, "_try_get_data"),
+        ("", 20, "train"),
+        children=[{"pid": 5001, "state": "S", "comm": "python"}],
+    )
+    worker = guilty.thread(
+        ("", 11, "__getitem__"), (LOADER.replace("dataloader", "_utils/worker"), 300, "_worker_loop")
+    )
+    worker["native_id"] = 5001
+    guilty.stack(stage.latest + 7, 2, worker, process="loader_worker", pid=5001)
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC204", [1]) and stage.line(finding) == 11
+
+
+def test_a_dead_worker_is_not_a_stuck_one(stage):
+    _, guilty = held_up(stage, phase="data", line=20)
+    guilty.event("loader_worker", worker_pid=5001, worker_id=0)
+    guilty.sample(stage.latest, children=[{"pid": 5001, "state": "S", "comm": "python"}])
+    look(guilty, (LOADER, 1200, "_try_get_data"), ("", 20, "train"))
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC216", [1]) and stage.line(finding) == 20
+    assert "5001" in finding.evidence[0]
+
+
+def test_a_stopped_process_is_found_even_inside_the_same_collective(stage):
+    actors = stage.ranks(2)
+    stage.train(6)
+    for actor in actors:
+        actor.collective("all_reduce", 40, open=True)
+    stage.stall()
+    actors[1].sample(stage.latest + 6, state="T")
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC209", [1], [0]) and "SIGSTOP" in finding.title
+
+
+def test_everybody_in_the_same_collective_blames_nobody(stage):
+    for actor in stage.ranks(2):
+        actor.collective("all_reduce", 40, open=True)
+        actor.sample(stage.latest + 6, state="S")
+    stage.stall()
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims, finding.severity) == ("MC220", [], [0, 1], "warning")
+
+
+def test_the_gil_held_by_sleeping_c_code(stage):
+    _, guilty = held_up(stage)
+    look(guilty, ("", 8, "decode"), ("", 30, "train"), gil=True)
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC210", [1]) and stage.line(finding) == 8
+
+
+def test_the_gil_held_by_busy_c_code_outside_any_loop(stage):
+    stage.source("import re\ndef clean(text):\n    return CLEAN.match(text)\n")
+    _, guilty = held_up(stage)
+    look(guilty, ("", 3, "clean"), ("", 30, "train"), gil=True, state="R", cpu=1.0)
+    assert stage.first().code == "MC210"
+
+
+def test_a_busy_python_loop_holds_the_gil_too_but_is_a_loop(stage):
+    stage.source("def spin():\n    while True:\n        pass\n")
+    _, guilty = held_up(stage)
+    look(guilty, ("", 3, "spin"), ("", 30, "train"), gil=True, state="R", cpu=1.0)
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC212", [1]) and stage.line(finding) == 3
+
+
+def test_polling_for_something_that_never_comes(stage):
+    stage.source("def wait_for(path):\n    while not os.path.exists(path):\n        time.sleep(0.005)\n")
+    _, guilty = held_up(stage)
+    look(guilty, ("", 3, "wait_for"), ("", 30, "train"), cpu=0.02)
+    assert stage.first().code == "MC212"
+
+
+def test_a_sleep_inside_the_training_loop_is_no_livelock(stage):
+    stage.source("\n" * 18 + "while step < 100:\n" + "    work()\n" * 30)
+    _, guilty = held_up(stage)
+    look(guilty, ("", 25, "train"), cpu=0.02)
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC219", [1]) and stage.line(finding) == 25
+
+
+def test_two_threads_that_wait_for_each_others_locks(stage):
+    stage.source(
+        "def flush():\n    with stats_lock:\n        pass\ndef record():\n    with cache_lock:\n        pass\n"
+    )
+    _, guilty = held_up(stage)
+    other = guilty.thread(("", 2, "flush"), ("/usr/lib/python3.11/threading.py", 982, "run"), main=False)
+    look(guilty, ("", 5, "record"), ("", 30, "train"), others=(other,))
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC211", [1]) and stage.line(finding) == 5
+    text = " ".join(finding.evidence)
+    assert f"{stage.script}:5" in text and f"{stage.script}:2" in text, "both places are named"
+
+
+def test_one_thread_that_takes_a_lock_twice(stage):
+    stage.source("def mean(self):\n    with self.lock:\n        pass\n")
+    _, guilty = held_up(stage)
+    look(guilty, ("", 2, "mean"), ("", 30, "train"))
+    finding = stage.first()
+    assert finding.code == "MC211" and "nobody releases" in finding.title
+
+
+def test_a_wait_for_a_subprocess_is_not_a_lock(stage):
+    stage.source("def preprocess():\n    subprocess.run(['sleep', '900'])\n")
+    _, guilty = held_up(stage)
+    frames = (("/usr/lib/python3.11/subprocess.py", 1264, "wait"), ("", 2, "preprocess"), ("", 30, "train"))
+    look(guilty, *frames, children=[{"pid": 9, "state": "S", "comm": "sleep"}])
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC219", [1]) and stage.line(finding) == 2
+    assert any("sleep" in e for e in finding.evidence)
+
+
+def test_a_write_that_the_kernel_does_not_finish(stage):
+    _, guilty = held_up(stage, phase="save", line=50)
+    look(guilty, ("", 50, "save"), syscall="openat", wchan="wait_for_partner", state="S")
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.phase) == ("MC213", [1], "save") and stage.line(finding) == 50
+
+
+def test_a_long_save_is_waited_for_and_said(stage):
+    _, guilty = held_up(stage, phase="save", line=50)
+    look(guilty, ("", 50, "save"), state="R", cpu=0.9)
+    finding = stage.first()
+    assert (finding.code, finding.severity, finding.ranks) == ("MC220", "warning", [1])
+    assert "saving a checkpoint" in finding.title
+
+
+@pytest.mark.parametrize(("phase", "what"), [("hub", "the hub"), ("tracker", "the experiment tracker")])
+def test_a_network_call_by_its_phase(stage, phase, what):
+    _, guilty = held_up(stage, phase=phase, line=12)
+    look(guilty, ("", 12, "train"))
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC214", [1]) and what in finding.title
+
+
+def test_a_network_call_by_its_stack(stage):
+    _, guilty = held_up(stage)
+    ssl = ("/usr/lib/python3.11/ssl.py", 1100, "read")
+    look(guilty, ssl, ("/x/site-packages/urllib3/connection.py", 1, "send"), ("", 14, "fetch"))
+    finding = stage.first()
+    assert finding.code == "MC214" and "urllib3" in finding.title and stage.line(finding) == 14
+
+
+def test_waiting_for_standard_input(stage):
+    _, guilty = held_up(stage, phase="input", line=15)
+    look(guilty, ("", 15, "confirm"), fd0="/dev/pts/3")
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC215", [1]) and stage.line(finding) == 15
+
+
+def test_a_forgotten_breakpoint_waits_for_input(stage):
+    _, guilty = held_up(stage)
+    pdb = ("/usr/lib/python3.11/cmd.py", 126, "cmdloop"), ("/usr/lib/python3.11/pdb.py", 300, "interaction")
+    look(guilty, *pdb, ("", 16, "train"))
+    finding = stage.first()
+    assert finding.code == "MC215" and stage.line(finding) == 16 and any("debugger" in e for e in finding.evidence)
+
+
+def test_computing_in_torch_is_slow_not_stuck(stage):
+    _, guilty = held_up(stage, phase="forward", line=30)
+    look(guilty, (TORCH, 120, "forward"), ("", 30, "train"), state="R", cpu=1.0)
+    assert stage.first().code == "MC220"
+
+
+def test_sleeping_in_forward_is_stuck(stage):
+    stage.source("def forward(self, x):\n    time.sleep(900)\n")
+    _, guilty = held_up(stage, phase="forward", line=30)
+    look(guilty, ("", 2, "forward"), (TORCH, 120, "_call_impl"), ("", 30, "train"), syscall="clock_nanosleep")
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC219", [1]) and stage.line(finding) == 2
+
+
+def test_a_rank_that_never_joined(stage):
+    actors = stage.ranks(3, join=False)
+    for actor in actors[:2]:
+        actor.begin("init", 10, op="new_group", detail="init_process_group")
+    stage.stall()
+    look(actors[2], ("", 6, "prepare"), ("", 30, "main"))
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC102", [2], [0, 1]) and stage.line(finding) == 6
+
+
+def test_all_ranks_joining_together_is_no_fault(stage):
+    for actor in stage.ranks(3, join=False):
+        actor.begin("init", 10, op="new_group", detail="init_process_group")
+    assert stage.findings(after=1.0) == []
+
+
+def test_a_circle_of_receives(stage):
+    a, b = stage.ranks(2)
+    stage.train(3)
+    a.message("recv", 1, 50, open=True)
+    b.message("recv", 0, 51, open=True)
+    finding = stage.first(after=0.2)
+    assert (finding.code, finding.ranks, finding.certainty, finding.severity) == ("MC218", [0, 1], "proven", "error")
+    assert stage.line(finding) == 50
+
+
+def test_receives_whose_sends_are_under_way_are_no_circle(stage):
+    a, b = stage.ranks(2)
+    for actor in (a, b):
+        actor.message("send", 1 - actor.rank, 49)
+        actor.message("recv", 1 - actor.rank, 50, open=True)
+    assert stage.findings(after=0.2) == []
+
+
+def test_a_circle_through_three_groups(stage):
+    actors = stage.ranks(3)
+    pairs = {0: "ranks 0,1", 1: "ranks 1,2", 2: "ranks 0,2"}
+    for actor in actors:
+        actor.collective("all_reduce", 60 + actor.rank, group=pairs[actor.rank], open=True)
+    finding = stage.first(after=0.2)
+    assert (finding.code, finding.ranks, finding.certainty) == ("MC218", [0, 1, 2], "proven")
+
+
+def test_a_chain_of_waits_ends_at_the_one_that_does_not_wait(stage):
+    actors = stage.ranks(3)
+    stage.train(3)
+    actors[0].collective("all_reduce", 60, group="ranks 0,1", open=True)
+    actors[1].collective("all_reduce", 61, group="ranks 1,2", open=True)
+    actors[2].begin("data", 20)
+    stage.stall()
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC204", [2], [0, 1])
+
+
+def test_a_rank_in_backward_waits_for_its_reducer(stage):
+    """DDP starts its reductions from C++: the main thread is in backward, not in a collective."""
+    a, b = stage.ranks(2)
+    for _ in range(6):
+        for actor in (a, b):
+            actor.collective("all_reduce", 31, native=True)
+            actor.recorder.steps += 1
+    a.begin("backward", 31)
+    a.collective("all_reduce", 31, native=True)
+    b.begin("data", 20)
+    stage.stall()
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC204", [1], [0])
+
+
+def test_a_job_ended_as_hung_turns_the_warning_into_an_error(stage):
+    _, guilty = held_up(stage, phase="data")
+    stage.say("stopped", stage.latest + 6.5, why="hang: no progress for 300 s (hang_kill_after_s is 300)")
+    finding = stage.first()
+    assert (finding.code, finding.severity, finding.ranks) == ("MC204", "error", [guilty.rank])
+
+
+def test_a_lone_script_that_stands_still(stage):
+    (only,) = stage.ranks(1)
+    stage.train(6)
+    stage.stall()
+    look(only, ("", 33, "train"))
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims, finding.severity) == ("MC219", [0], [], "warning")
+
+
+def test_ranks_stuck_in_the_same_way_are_one_finding(stage):
+    actors = stage.ranks(4)
+    stage.train(6)
+    for actor in actors:
+        if actor.rank < 2:
+            actor.collective("all_reduce", 40, open=True)
+        else:
+            actor.begin("data", 20)
+    stage.stall()
+    findings = [f for f in stage.findings() if f.code == "MC204"]
+    assert len(findings) == 1 and findings[0].ranks == [2, 3] and findings[0].victims == [0, 1]
+
+
+def test_a_loop_on_a_core_it_must_share_is_still_a_loop(stage):
+    stage.source("def spin():\n    while True:\n        pass\n")
+    _, guilty = held_up(stage)
+    look(guilty, ("", 3, "spin"), ("", 30, "train"), gil=True, state="R", cpu=0.2)
+    assert stage.first().code == "MC212"
+
+
+def test_a_script_seen_from_outside_is_named_as_its_user_named_it(stage):
+    a, b = stage.ranks(2, cwd=str(stage.script.parent), script=stage.script.name)
+    stage.train(3)
+    a.collective("all_reduce", 40, open=True)
+    stage.stall()
+    look(b, ("", 33, "train"))
+    assert stage.first().location == f"{stage.script.name}:33"
+
+
+def test_ranks_that_we_ended_are_explained_by_where_they_stood(stage):
+    _, guilty = held_up(stage, phase="data")
+    for actor in stage.actors:
+        stage.say("signal_sent", stage.latest + 8, rank=actor.rank, signal="SIGTERM", why="terminated")
+    for actor in stage.actors:
+        actor.t = stage.latest + 9
+        actor.exits(None, signal=15)
+    finding = stage.first(live=False)
+    assert (finding.code, finding.ranks) == ("MC204", [guilty.rank])
+
+
+def test_a_write_that_keeps_the_gil_is_first_of_all_a_stuck_write(stage):
+    _, guilty = held_up(stage, phase="save", line=50)
+    look(guilty, ("", 50, "save"), gil=True, syscall="openat", state="S")
+    assert stage.first().code == "MC213"

@@ -1,0 +1,333 @@
+"""Collectives that do not match: order, shape, dtype, missing, extra, crossed; and what must not be taken for them."""
+
+from __future__ import annotations
+
+
+def test_a_rank_that_calls_another_operation_is_named_by_its_own_history(stage):
+    a, b = stage.ranks(2)
+    for _ in range(6):
+        for actor in (a, b):
+            actor.collective("all_reduce", 40)
+            actor.collective("broadcast", 41, shape=(4,))
+            actor.recorder.steps += 1
+    a.collective("all_reduce", 40, open=True)
+    b.collective("broadcast", 60, shape=(4,), open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.severity, finding.certainty) == ("MC201", "error", "proven")
+    assert finding.ranks == [1] and finding.victims == [0] and stage.line(finding) == 60
+    assert any("rank 0 called all_reduce" in e and ":40" in e for e in finding.evidence)
+    assert any("rank 1 called broadcast" in e and ":60" in e for e in finding.evidence)
+
+
+def test_the_majority_decides_without_a_history(stage):
+    actors = stage.ranks(3)
+    for actor in actors:
+        actor.collective("all_gather" if actor.rank == 2 else "all_reduce", 70 + actor.rank, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC201", [2], [0, 1])
+    assert stage.line(finding) == 72
+
+
+def test_two_ranks_without_a_history_are_both_named_and_neither_is_blamed(stage):
+    a, b = stage.ranks(2)
+    a.collective("all_reduce", 40, open=True)
+    b.collective("broadcast", 60, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC201", [0, 1], [])
+    assert any("none is blamed" in e for e in finding.evidence)
+
+
+def test_different_roots_of_a_broadcast_are_a_mismatch(stage):
+    actors = stage.ranks(3)
+    for actor in actors:
+        actor.collective("broadcast", 40, peer=1 if actor.rank == 2 else 0, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC201", [2])
+
+
+def test_ranks_that_are_merely_behind_are_not_wrong(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    for _ in range(3):
+        a.collective("all_reduce", 40, native=True)
+    b.span("forward", 30)
+    assert stage.findings(after=0.5) == []
+
+
+def test_different_sizes(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    a.collective("all_reduce", 40, shape=(8,), open=True)
+    b.collective("all_reduce", 40, shape=(5,), raised="RuntimeError")
+    b.fails("RuntimeError", "[enforce fail at op.preamble.length <= op.nbytes] 32 vs 20", 40)
+    b.exits(1)
+    findings = stage.findings(after=0.5)
+    assert [f.code for f in findings] == ["MC202"], "the error that the mismatch raises is not a second cause"
+    assert findings[0].ranks == [1] and findings[0].victims == [0] and stage.line(findings[0]) == 40
+    assert any("float32[8]" in e for e in findings[0].evidence) and any("float32[5]" in e for e in findings[0].evidence)
+
+
+def test_same_number_of_elements_in_another_shape_is_fine(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    a.collective("all_reduce", 40, shape=(2, 4))
+    b.collective("all_reduce", 40, shape=(4, 2))
+    assert stage.findings(after=0.5) == []
+
+
+def test_lists_of_all_gather_may_have_different_sizes(stage):
+    for actor in stage.ranks(2):
+        for _ in range(4):
+            actor.collective("all_gather", 44, shape=(3 + actor.rank,))
+    assert stage.findings(after=0.5) == []
+
+
+def test_different_dtypes_are_found_although_nothing_hangs(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    for _ in range(3):
+        a.collective("all_reduce", 40, dtype="float32")
+        b.collective("all_reduce", 40, dtype="int32")
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.severity, finding.ranks) == ("MC203", "error", [1])
+    assert "int32" in finding.title and "float32" in finding.title
+
+
+def test_same_dtypes_are_fine(stage):
+    for actor in stage.ranks(2):
+        for dtype in ("float32", "int64", "bfloat16"):
+            actor.collective("all_reduce", 40, dtype=dtype)
+    assert stage.findings(after=0.5) == []
+
+
+def routine(actor, *, skip: bool = False) -> None:
+    """Two different collectives a step."""
+    actor.span("forward", 30)
+    actor.span("backward", 31)
+    if not skip:
+        actor.collective("all_reduce", 40)
+    actor.span("optimizer", 45)
+    actor.recorder.point("step")
+    actor.recorder.steps += 1
+    actor.collective("barrier", 46)
+
+
+def test_a_skipped_collective(stage):
+    actors = stage.ranks(3)
+    for _ in range(6):
+        for actor in actors:
+            routine(actor)
+    for actor in actors[:2]:
+        actor.span("backward", 31)
+        actor.collective("all_reduce", 40, open=True)
+    actors[2].span("backward", 31)
+    actors[2].span("optimizer", 45)
+    actors[2].recorder.point("step")
+    actors[2].recorder.steps += 1
+    actors[2].collective("barrier", 46, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC206", [2], [0, 1])
+    assert stage.line(finding) == 46 and finding.certainty == "proven"
+
+
+def test_a_barrier_under_if_rank_0(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    a.span("save", 50)
+    a.collective("barrier", 51, open=True)
+    b.span("forward", 30)
+    b.collective("all_reduce", 40, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC206", [0]) and stage.line(finding) == 51
+    assert "barrier" in finding.title
+
+
+def test_an_extra_collective(stage):
+    a, b = stage.ranks(2)
+    for _ in range(6):
+        for actor in (a, b):
+            routine(actor)
+    for actor in (a, b):
+        actor.span("forward", 30)
+        actor.span("backward", 31)
+        actor.collective("all_reduce", 40)
+    a.collective("all_gather", 55, open=True)
+    b.span("optimizer", 45)
+    b.recorder.steps += 1
+    b.collective("barrier", 46, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC207", [0]) and stage.line(finding) == 55
+
+
+def test_one_round_more_of_the_same_collective_is_extra(stage):
+    actors = stage.ranks(3)
+    for _ in range(3):
+        for actor in actors:
+            for _ in range(4):
+                actor.collective("all_reduce", 60, shape=(1,))
+            actor.collective("barrier", 61)
+    for actor in actors:
+        for _ in range(4):
+            actor.collective("all_reduce", 60, shape=(1,))
+        actor.collective(
+            "all_reduce" if actor.rank == 1 else "barrier", 60 if actor.rank == 1 else 61, shape=(1,), open=True
+        )
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC207", [1]) and stage.line(finding) == 60
+
+
+SWAPPED = """\
+if rank == 1:
+    dist.all_reduce(correct)
+    dist.all_reduce(loss)
+else:
+    dist.all_reduce(loss)
+    dist.all_reduce(correct)
+"""
+
+
+def test_crossed_pairs_on_the_same_lines(stage):
+    actors = stage.ranks(3)
+    for _ in range(4):
+        for actor in actors:
+            for line in (41, 40) if actor.rank == 2 else (40, 41):
+                actor.collective("all_reduce", line, shape=(1,))
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.severity) == ("MC208", [2], "error")
+    assert stage.line(finding) == 41
+
+
+def test_crossed_pairs_in_two_branches_are_seen_in_the_source(stage):
+    stage.source(SWAPPED)
+    a, b = stage.ranks(2)
+    for step in range(8):
+        for actor in (a, b):
+            swapped = actor.rank == 1 and step >= 4
+            for line in (2, 3) if swapped else (5, 6):
+                actor.collective("all_reduce", line, shape=(1,))
+            actor.recorder.steps += 1
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC208", [1]) and stage.line(finding) == 2
+
+
+def test_the_same_call_from_two_branches_is_legal(stage):
+    stage.source(
+        "if rank == 0:\n    dist.all_reduce(x)\n    log(x)\nelse:\n    dist.all_reduce(y)\ndist.all_reduce(z)\n"
+    )
+    for actor in stage.ranks(2):
+        for _ in range(6):
+            actor.collective("all_reduce", 2 if actor.rank == 0 else 5, shape=(1,))
+            actor.collective("all_reduce", 6, shape=(1,))
+            actor.recorder.steps += 1
+    assert stage.findings(after=0.5) == []
+
+
+def test_a_silent_shift_by_one_step_is_suspected_not_proven(stage):
+    a, b = stage.ranks(2)
+    for step in range(12):
+        a.step()
+        b.step(reduce=step != 6)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.severity, finding.certainty, finding.ranks) == ("MC206", "warning", "suspected", [1])
+
+
+def test_a_joined_rank_that_shadows_its_peers_collectives_is_no_shift(stage):
+    """DDP's Join: the rank without data goes on to issue the collectives, and its step stands still."""
+    a, b = stage.ranks(2)
+    for step in range(12):
+        a.step()
+        if step < 5:
+            b.step()
+        else:
+            b.collective("all_reduce", 40)
+    assert stage.findings(after=0.5) == []
+
+
+def test_a_swallowed_exception_is_the_cause_of_the_mismatch(stage):
+    a, b = stage.ranks(2)
+    for _ in range(6):
+        for actor in (a, b):
+            routine(actor)
+    b.swallows("ValueError", "record 96 has a bad checksum", 77)
+    b.collective("barrier", 46, open=True)
+    a.collective("all_reduce", 40, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC302", [1], [0]) and stage.line(finding) == 77
+    assert any("bad checksum" in e for e in finding.evidence)
+
+
+def test_an_exception_that_all_ranks_swallow_alike_keeps_them_together(stage):
+    a, b = stage.ranks(2)
+    for actor in (a, b):
+        actor.swallows("OSError", "temporary", 77)
+        for _ in range(6):
+            routine(actor)
+    assert stage.findings(after=0.5) == []
+    a.collective("all_gather", 40, open=True)
+    b.collective("all_reduce", 40, open=True)
+    assert stage.first(after=0.5).code != "MC302"
+
+
+def test_uneven_data_that_ends_in_another_collective(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    b.exhausted()
+    b.collective("barrier", 60, open=True)
+    a.span("data", 20)
+    a.span("backward", 31)
+    a.collective("all_reduce", 40, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC205", [1], [0]) and stage.line(finding) == 20
+    assert finding.certainty == "proven"
+
+
+def test_a_loader_that_ends_on_all_ranks_is_fine(stage):
+    actors = stage.ranks(2)
+    stage.train(6)
+    for actor in actors:
+        actor.exhausted()
+        actor.collective("barrier", 60)
+    assert stage.findings(after=0.5) == []
+
+
+def test_nothing_is_matched_past_what_a_wrapped_ring_holds(stage):
+    a, b = stage.ranks(2, capacity=64)
+    for _ in range(40):
+        a.step()
+    b.step()  # far behind: its numbers are no longer in the other ring
+    assert all(f.severity != "error" for f in stage.findings(after=0.5))
+
+
+def test_groups_are_compared_on_their_own(stage):
+    actors = stage.ranks(4)
+    for actor in actors:
+        pair = "ranks 0,1" if actor.rank < 2 else "ranks 2,3"
+        for _ in range(5):
+            actor.collective("all_reduce", 40, group=pair, shape=(actor.rank // 2 + 3,))
+            actor.collective("all_reduce", 41)
+    assert stage.findings(after=0.5) == []
+    for actor in actors[2:]:
+        actor.collective("broadcast" if actor.rank == 3 else "all_reduce", 43, group="ranks 2,3", open=True)
+    finding = stage.first(after=0.5)
+    assert finding.code == "MC201" and 3 in finding.ranks and not {0, 1} & {*finding.ranks, *finding.victims}
+
+
+def test_gloo_cannot_gather_different_sizes(stage):
+    a, b = stage.ranks(2)
+    for _ in range(4):
+        for actor in (a, b):
+            actor.collective("all_gather", 44, shape=(16,))
+    a.collective("all_gather", 44, shape=(16,))
+    a.collective("barrier", 45, raised="RuntimeError")
+    a.fails("RuntimeError", "Connection reset by peer", 45)
+    b.collective("all_gather", 44, shape=(11,), open=True)
+    b.exits(None, signal=6)
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC202", [1], [0]) and stage.line(finding) == 44
+
+
+def test_nccl_can_gather_different_sizes(stage):
+    a, b = stage.ranks(2, backend="nccl")
+    a.collective("all_gather", 44, shape=(16,), open=True)
+    b.collective("all_gather", 44, shape=(11,), open=True)
+    assert stage.findings(after=0.1) == []

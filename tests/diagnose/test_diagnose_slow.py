@@ -1,0 +1,101 @@
+"""Jobs that run slower than they should: straggler, data-bound, oversubscription, leak."""
+
+from __future__ import annotations
+
+from model_check.rundir import write_json_atomic
+
+
+def test_a_straggler_is_named_by_its_own_time_not_by_the_wall(stage):
+    a, b = stage.ranks(2)
+    for _ in range(12):
+        b.step(forward_s=0.060)
+        a.step(forward_s=0.010, wait_s=0.051)  # the collective makes both steps equally long
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks, finding.victims, finding.phase) == ("MC701", [1], [0], "forward")
+    assert finding.severity == "warning" and stage.line(finding) == 30
+
+
+def test_equal_ranks_have_no_straggler(stage):
+    for actor in stage.ranks(2):
+        for _ in range(12):
+            actor.step(forward_s=0.060)
+    assert stage.findings(after=0.1) == []
+
+
+def test_one_slow_step_makes_no_straggler(stage):
+    a, b = stage.ranks(2)
+    for step in range(12):
+        b.step(forward_s=0.5 if step == 6 else 0.02)
+        a.step(forward_s=0.02, wait_s=0.48 if step == 6 else 0.001)
+    assert stage.findings(after=0.1) == []
+
+
+def test_a_loader_that_takes_most_of_the_step(stage):
+    for actor in stage.ranks(2):
+        for _ in range(15):
+            actor.step(data_s=0.05)
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks, finding.severity) == ("MC702", [0, 1], "warning") and stage.line(finding) == 20
+
+
+def test_a_loader_on_one_rank_only_is_a_straggler(stage):
+    a, b = stage.ranks(2)
+    for _ in range(15):
+        b.step(data_s=0.05)
+        a.step(wait_s=0.05)
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks, finding.phase) == ("MC701", [1], "data")
+
+
+def oversubscribe(stage, threads, cpu_per_second):
+    write_json_atomic(stage.run_dir.environment, {"cpu_count": 2})
+    for actor in stage.ranks(4):
+        for _ in range(3):
+            actor.step()
+        for second in range(4):
+            actor.sample(actor.t + second, threads=threads, cpu_s=cpu_per_second * second, state="R")
+
+
+def test_more_threads_than_cores_can_serve(stage):
+    oversubscribe(stage, 20, 0.5)
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks) == ("MC704", [0, 1, 2, 3]) and "OMP_NUM_THREADS=1" in finding.fix[0]
+
+
+def test_idle_threads_harm_nobody(stage):
+    oversubscribe(stage, 20, 0.05)
+    assert stage.findings(after=0.1) == []
+
+
+def grow(stage, *, per_second):
+    a, b = stage.ranks(2)
+    stage.train(3)
+    for second in range(30):
+        for actor in (a, b):
+            actor.t += 1.0
+            actor.step()
+            rss = (1 << 30) + (per_second * second if actor.rank == 0 else 0)
+            actor.sample(actor.t, rss=rss)
+
+
+def test_memory_that_climbs_with_every_step(stage):
+    grow(stage, per_second=16 << 20)
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks, finding.severity) == ("MC705", [0], "warning")
+    assert "55.58 GiB an hour" in finding.title  # 16 MiB every 1.012 s
+    assert any("doubles in" in e for e in finding.evidence)
+
+
+def test_memory_that_stays_is_no_leak(stage):
+    grow(stage, per_second=1 << 12)
+    assert stage.findings(after=0.1) == []
+
+
+def test_slowness_is_not_reported_beside_a_crash(stage):
+    a, b = stage.ranks(2)
+    for _ in range(12):
+        b.step(forward_s=0.060)
+        a.step(wait_s=0.059)
+    b.fails("ValueError", "boom", 33)
+    b.exits(1)
+    assert [f.code for f in stage.findings(after=0.1)] == ["MC301"]

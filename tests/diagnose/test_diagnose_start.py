@@ -1,0 +1,86 @@
+"""How a job starts: versions, code, import storm, hub and tracker on every rank."""
+
+from __future__ import annotations
+
+from model_check.rundir import write_json_atomic
+
+
+def identify(actor, **fields):
+    base = {
+        "torch": "2.13.0",
+        "python": "3.11.7",
+        "script_sha256": "abc",
+        "arguments": ["python", "train.py", "--lr", "3e-4"],
+    }
+    actor.span("init", 10, op="new_group")
+    actor.event("versions", **{**base, **fields})
+
+
+def test_other_versions_on_one_rank(stage):
+    for actor in stage.ranks(3, join=False):
+        identify(actor, torch="2.9.1" if actor.rank == 1 else "2.13.0")
+    finding = stage.first(after=1.0)
+    assert (finding.code, finding.ranks, finding.severity) == ("MC105", [1], "warning") and stage.line(finding) == 10
+    assert any("2.9.1" in e for e in finding.evidence)
+
+
+def test_other_arguments_or_code_on_one_rank(stage):
+    for actor in stage.ranks(3, join=False):
+        identify(actor, arguments=["python", "train.py", "--lr", "3e-3" if actor.rank == 2 else "3e-4"])
+    finding = stage.first(after=1.0)
+    assert (finding.code, finding.ranks) == ("MC106", [2]) and any("3e-3" in e for e in finding.evidence)
+
+
+def test_what_a_launcher_gives_each_rank_of_its_own_is_no_difference(stage):
+    for actor in stage.ranks(2, join=False):
+        identify(actor, arguments=["python", "train.py", f"--local_rank={actor.rank}", "--rank", str(actor.rank)])
+    assert stage.findings(after=1.0) == []
+
+
+def test_spawned_children_have_command_lines_of_their_own(stage):
+    for actor in stage.ranks(2, join=False):
+        identify(actor, arguments=["python", "-c", f"from multiprocessing.spawn import spawn_main; ({actor.rank})"])
+    assert stage.findings(after=1.0) == []
+
+
+def import_together(stage, world, seconds):
+    write_json_atomic(stage.run_dir.environment, {"cpu_count": 2})
+    for actor in stage.ranks(world, join=False):
+        actor.span("import", 5, seconds, detail="transformers")
+        actor.join()
+
+
+def test_an_import_storm(stage):
+    import_together(stage, 4, 12.0)
+    finding = stage.first(after=1.0)
+    assert (finding.code, finding.ranks, finding.severity) == ("MC101", [0, 1, 2, 3], "warning") and stage.line(
+        finding
+    ) == 5
+
+
+def test_quick_imports_are_no_storm(stage):
+    import_together(stage, 4, 2.0)
+    assert stage.findings(after=1.0) == []
+
+
+def test_as_many_ranks_as_cores_are_no_storm(stage):
+    import_together(stage, 2, 12.0)
+    assert stage.findings(after=1.0) == []
+
+
+def test_every_rank_downloads_and_every_rank_tracks(stage):
+    for actor in stage.ranks(3):
+        actor.span("hub", 7, detail="gpt2")
+        actor.span("tracker", 8, detail="wandb.init")
+    findings = stage.findings(after=1.0)
+    assert {f.code: (f.ranks, f.severity, stage.line(f)) for f in findings} == {
+        "MC108": ([0, 1, 2], "warning", 7),
+        "MC109": ([0, 1, 2], "warning", 8),
+    }
+
+
+def test_one_rank_that_does_it_for_all_is_right(stage):
+    actors = stage.ranks(3)
+    actors[0].span("hub", 7)
+    actors[0].span("tracker", 8)
+    assert stage.findings(after=1.0) == []
