@@ -11,6 +11,7 @@ import typer
 
 from model_check.errors import RunDirError
 from model_check.rundir import RunDir
+from model_check.rundir.ring import read_header
 
 
 def diagnose(
@@ -39,4 +40,10 @@ def diagnose(
     if as_json:
         typer.echo(json.dumps(verdict.to_json(), indent=2))
         return
-    typer.echo(render(verdict, color=sys.stdout.isatty(), source_root=source))
+    typer.echo(render(verdict, color=sys.stdout.isatty(), source_root=source or _where_it_ran(directory)))
+
+
+def _where_it_ran(directory: RunDir) -> str | None:
+    """The folder that relative paths of the run start from, as its first rank recorded it."""
+    rings = sorted(directory.blackbox_dir.glob("rank-*.ring"))
+    return read_header(rings[0]).get("cwd") if rings else None

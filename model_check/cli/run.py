@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,8 @@ from model_check.errors import UsageError
 from model_check.launch.supervisor import Limits, Supervisor
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
+
+_OWN_LAUNCHER_S = 10.0  # what torchrun and its like get to end a crashed job in their own way
 
 
 def run(
@@ -33,7 +36,7 @@ def run(
 
     With `--` in front, run a COMMAND that starts its ranks itself (torchrun, accelerate launch, mp.spawn).
 
-    Exit code: what the ranks returned (128 + the signal of a killed one), or 1 where a proven hang was ended.
+    Exit code: what the ranks returned (128 + the signal of a killed one) or COMMAND did; 1 where a hang was ended.
 
     Examples:
 
@@ -50,12 +53,12 @@ def run(
             "--nproc and -m do not go with a command after --, which starts its own ranks",
             remedy="give the number of ranks to that command",
         )
-    directory = RunDir.create(run_dir)
-    supervisor = _supervisor(directory, hang_kill_after_s)
+    if nproc is not None and nproc < 1:
+        raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
     if own_launcher:
-        verdict = _run_command(words, directory, supervisor)
+        verdict, directory = _run_command(words, run_dir, hang_kill_after_s)
     else:
-        verdict = _run_script(words, nproc or 1, module, directory, supervisor)
+        verdict, directory = _run_script(words, nproc or 1, module, run_dir, hang_kill_after_s)
     _show_end(verdict, directory)
     return verdict.exit_code or 0
 
@@ -66,7 +69,7 @@ def _after_double_dash(words: list[str]) -> bool:
     return len(typed) > len(words) and typed[-len(words) - 1] == "--"
 
 
-def _supervisor(directory: RunDir, hang_kill_after_s: float) -> Supervisor:
+def _supervisor(directory: RunDir, limits: Limits) -> Supervisor:
     from model_check.diagnose import Examiner, render
     from model_check.observe.service import request
 
@@ -78,36 +81,43 @@ def _supervisor(directory: RunDir, hang_kill_after_s: float) -> Supervisor:
         say=lambda line: print(f"[model-check] {line}", file=sys.stderr, flush=True),
         show=lambda verdict: print(render(verdict, color=color), file=sys.stderr, flush=True),
         request_flight=request,
-        limits=Limits(kill_after_s=hang_kill_after_s),
+        limits=limits,
     )
 
 
-def _run_script(words: list[str], nproc: int, module: bool, directory: RunDir, supervisor: Supervisor) -> Verdict:
-    # torch comes with these: a usage error must not wait for it.
+def _run_script(
+    words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float
+) -> tuple[Verdict, RunDir]:
     from model_check.launch.foreign import ForeignScript, run_script
     from model_check.observe.environment import snapshot_environment
 
     script = ForeignScript(words[0], tuple(words[1:]), module)
     script.check()
+    directory = RunDir.create(run_dir)
     write_json_atomic(directory.environment, snapshot_environment())
+    supervisor = _supervisor(directory, Limits(kill_after_s=hang_kill_after_s))
     result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor)
     if result.outcome == "interrupted":
-        supervisor.note_stop(result.message)
-    return supervisor.finish(result.outcome, result.exits, result.exit_code)
+        supervisor.note_stop(f"interrupted: {result.message}")
+    return supervisor.finish(result.outcome, result.exits, result.exit_code), directory
 
 
-def _run_command(words: list[str], directory: RunDir, supervisor: Supervisor) -> Verdict:
+def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float) -> tuple[Verdict, RunDir]:
     from model_check.launch.command import run_command
     from model_check.launch.injection import injected_environment
 
-    result = run_command(
-        words, run_dir=directory, env=injected_environment(directory, os.environ), supervisor=supervisor
-    )
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"there is no command {words[0]}", remedy="check the command after --")
+    directory = RunDir.create(run_dir)
+    limits = Limits(kill_after_s=hang_kill_after_s, own_launcher_s=_OWN_LAUNCHER_S)
+    supervisor = _supervisor(directory, limits)
+    env = injected_environment(directory, os.environ)
+    result = run_command(words, run_dir=directory, env=env, supervisor=supervisor)
     outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
     if result.interrupted:
         outcome = "interrupted"
         supervisor.note_stop("interrupted by a signal")
-    return supervisor.finish(outcome, (), result.exit_code)
+    return supervisor.finish(outcome, None, result.exit_code), directory
 
 
 def _show_end(verdict: Verdict, directory: RunDir) -> None:

@@ -108,10 +108,12 @@ class BpeTokenizer(Tokenizer):
 
 def documents_encoder(serialised: str, eos_id: int) -> Callable[[list[str]], EncodedDocuments]:
     """Encodes many documents at a time: through the word cache where it is exact, else in one plain call."""
-    from model_check.data.word_cache import WordCache, can_split
+    from model_check.data.pre_tokens import splitter
+    from model_check.data.word_cache import WordCache
 
-    if can_split(serialised):
-        return WordCache(serialised, eos_id).encode
+    split = splitter(serialised)
+    if split is not None:
+        return WordCache(serialised, split, eos_id).encode
     plain = BpeTokenizer("plain", serialised, eos_id)
 
     def encode(texts: list[str]) -> EncodedDocuments:

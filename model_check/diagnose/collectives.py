@@ -264,13 +264,16 @@ def _shifted(table: GroupTable, start: int) -> Divergence | None:
 
 def _shift_between(table: GroupTable, left: int, right: int, start: int) -> int | None:
     """The first number after which the steps of two ranks differ by another, then constant, amount."""
-    shared = [s for s in table.issues[left] if s >= start and s in table.issues[right]]
-    gaps = [(s, table.issues[left][s].step - table.issues[right][s].step) for s in shared]
+    mine, theirs = table.issues[left], table.issues[right]
+    # Only the same call on both: a rank that shadows its peers (DDP's Join) calls from elsewhere, on purpose.
+    shared = [s for s in mine if s >= start and s in theirs and mine[s].key == theirs[s].key]
+    gaps = [(s, mine[s].step - theirs[s].step) for s in shared]
     for at in range(_SETTLED, len(gaps) - _SETTLED + 1):
-        before = {gap for _, gap in gaps[at - _SETTLED : at]}
-        after = {gap for _, gap in gaps[at : at + _SETTLED]}
-        if len(before) == 1 and len(after) == 1 and before != after and len({g for _, g in gaps[at:]}) == 1:
-            return gaps[at][0]
+        before, after = gaps[at - _SETTLED : at], gaps[at:]
+        steady = len({gap for _, gap in before}) == 1 and len({gap for _, gap in after}) == 1
+        in_a_row = after[0][0] == before[-1][0] + 1
+        if steady and in_a_row and abs(after[0][1] - before[-1][1]) == 1:
+            return after[0][0]
     return None
 
 

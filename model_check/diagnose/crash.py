@@ -174,8 +174,10 @@ def _exception_finding(
     extra = _memory_history(root.rank) if code in ("MC307", "MC501") else []
     if code == "MC110" and (path := _file_being_read(root.rank, root.began)):
         extra.append(f"observed: it was reading {path}")
-    if code == "MC216" and "signal: Killed" in message:
-        extra.append("observed: the worker was ended by SIGKILL")
+    if code == "MC216":
+        killed = "observed: the worker was ended by SIGKILL"
+        gone = "inferred: a worker that goes without a word was killed (SIGKILL, often for memory) or called exit"
+        extra.append(killed if "signal: Killed" in message else gone)
     title = about.replace("{who}", who) if about else f"{who} raised {kind}: {first_line[:160]}"
     return make_finding(
         code,

@@ -27,12 +27,14 @@ _DEVICE_LOST = re.compile(
 _TORN = re.compile(
     r"PytorchStreamReader|central directory|unexpected (EOF|end)|not a zip|truncated|pickle data was truncated|"
     r"invalid load key|HeaderTooLarge|MetadataIncompleteBuffer|InvalidHeader|Expecting value|Unterminated string|"
-    r"Extra data|Parquet magic bytes|file is too small|Ran out of input",
+    r"Extra data|Parquet magic bytes|file is too small|Ran out of input|\[Errno 22\] Invalid argument",
     re.I,
 )
 _TORN_TYPES = frozenset(
     {"EOFError", "UnpicklingError", "JSONDecodeError", "SafetensorError", "ArrowInvalid", "BadZipFile"}
 )
+# How the end of a worker shows when the loader notices it by its queue before torch notices it by its signal.
+_BROKEN_LINK = frozenset({"ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError"})
 _MAKES_DIRECTORY = re.compile(r"\bmkdir\(|\bmakedirs\(|\.mkdir\(|\brmtree\(|\bsymlink|\brename\(|\breplace\(")
 
 
@@ -44,7 +46,7 @@ def classify_exception(
     text = f"{exception.get('message') or ''} {exception.get('root_message') or ''}"
     if _PORT.search(text):
         return "MC103", _port_title(evidence)
-    if _WORKER.search(text):
+    if _WORKER.search(text) or (kind in _BROKEN_LINK and _in_loader(exception)):
         return "MC216", "a loader worker of {who} died"
     if kind in ("ImportError", "ModuleNotFoundError"):
         return "MC310", f"{{who}} cannot import: {_short(text)}"
@@ -84,6 +86,10 @@ def _frames(exception: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = [f for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
     given = exception.get("user_frame")
     return [*found, given] if isinstance(given, dict) else found
+
+
+def _in_loader(exception: Mapping[str, Any]) -> bool:
+    return any("torch/utils/data/" in str(f.get("file") or "") for f in _frames(exception))
 
 
 def _touches_directory(exception: Mapping[str, Any]) -> bool:

@@ -52,7 +52,8 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     if not evidence.stalled:
         return []
     stopped = [r for r in evidence.ranks.values() if evidence.stands(r.rank) and Standing(evidence, r).stopped]
-    suspects = {r.rank: sorted(waits) for r in stopped} or {rank: held[rank] for rank in held if evidence.stands(rank)}
+    others = [r for r in evidence.all_ranks if evidence.stands(r)]
+    suspects = {r.rank: others for r in stopped} or {rank: held[rank] for rank in held if evidence.stands(rank)}
     if not suspects:
         suspects = _idle_alone(evidence, waits)
     if not suspects and waits:

@@ -15,6 +15,7 @@ from model_check.rundir.ring import Crumb
 from model_check.rundir.verdict import Certainty, Severity
 
 LOADER_ENDED = "exhausted"
+_STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
 _SHORT = {"op": "MC201", "shape": "MC202", "dtype": "MC203", "crossed": "MC208", "shifted": "MC206"}
 
 
@@ -161,7 +162,29 @@ def last_swallowed(evidence: Evidence, rank: int, before: float = 0.0) -> Mappin
     counts = Counter(kind(record) for record in own)
     alone = [r for r in own if not common or any(seen[kind(r)] < counts[kind(r)] for seen in common)]
     known = [r for r in alone if not before or _time(r) <= before]
-    return known[-1] if known else None
+    return known[-1] if known else _left_in_the_ring(evidence, rank, before)
+
+
+def _left_in_the_ring(evidence: Evidence, rank: int, before: float) -> Mapping[str, object] | None:
+    """A recorded call that ended with an exception, after which the rank went on: its handler may still be running."""
+
+    def raised(of: RankEvidence) -> list[Crumb]:
+        return [c for c in of.crumbs if c.event == "end" and c.detail.startswith("raised ") and c.phase in _STEP_PHASES]
+
+    own = [c for c in raised(evidence.of(rank)) if not before or c.time_ns / 1e9 <= before]
+    others = [len(raised(r)) for r in evidence.ranks.values() if r.rank != rank]
+    went_on = bool(own) and evidence.of(rank).crumbs[-1].seq > own[-1].seq
+    if not went_on or evidence.of(rank).exceptions or (others and min(others) >= len(own)):
+        return None
+    kind = own[-1].detail.removeprefix("raised ")
+    begin = next((c for c in evidence.of(rank).crumbs if c.seq == own[-1].span), None)
+    frame = {"file": begin.file, "line": begin.line, "function": begin.function} if begin is not None else None
+    return {
+        "type": kind,
+        "message": f"left a call of phase {own[-1].phase}",
+        "t": own[-1].time_ns / 1e9,
+        "user_frame": frame,
+    }
 
 
 def _time(record: Mapping[str, object]) -> float:

@@ -28,6 +28,8 @@ STRAGGLER_SECONDS = 0.01
 DATA_BOUND_SHARE = 0.5
 DATA_BOUND_STEPS = 10
 OVERSUBSCRIBED = 3.0
+# Every rank has about this many threads that sleep: of gloo, of autograd, of the allocator and ours.
+IDLE_THREADS = 14
 LEAK_SAMPLES = 8
 LEAK_SECONDS = 8.0
 LEAK_SHARE = 0.1
@@ -184,13 +186,9 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
     if not cores:
         return None
     live = [r for r in evidence.ranks.values() if r.samples and r.step is not None and r.step > 0]
-    compute_threads = {
-        r.rank: int(r.header["torch_threads"]) for r in live if isinstance(r.header.get("torch_threads"), int)
-    }
-    threads = compute_threads or {r.rank: r.samples[-1].threads for r in live}
-    limit = OVERSUBSCRIBED if compute_threads else 4 * OVERSUBSCRIBED
+    threads = {r.rank: max(0, r.samples[-1].threads - IDLE_THREADS) for r in live}
     total = sum(threads.values())
-    if len(threads) < 2 or total < limit * cores:
+    if len(threads) < 2 or total < OVERSUBSCRIBED * cores:
         return None
     # Threads alone harm nobody: they must be wanting the processors.
     used = sum(_recent_cpu(r) for r in live)
@@ -198,11 +196,11 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
         return None
     return make_finding(
         "MC704",
-        f"{len(threads)} ranks with {total} threads compete for {cores} cores",
+        f"{len(threads)} ranks with {total} compute threads compete for {cores} cores",
         ranks=sorted(threads),
         frame=_phase_frame(evidence.of(min(threads)), "forward"),
         evidence=[
-            f"observed: threads per rank: {'; '.join(f'rank {r} {n}' for r, n in sorted(threads.items())[:8])}",
+            "observed: compute threads, about: " + "; ".join(f"rank {r} {n}" for r, n in sorted(threads.items())[:8]),
             f"observed: the ranks use {used:.1f} of {cores} cores",
         ],
         fix=[f"set OMP_NUM_THREADS={max(1, cores // max(1, len(threads)))} for this many ranks on {cores} cores"],

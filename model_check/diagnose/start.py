@@ -7,6 +7,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import PurePosixPath
 
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
@@ -55,7 +56,8 @@ def _arguments(value: object) -> dict[str, str]:
     for word in words:
         own = _OWN_ARGUMENT.fullmatch(word)
         if own is None and not (skip_value and not word.startswith("-")):
-            kept.append(word)
+            # The same program in another folder is the same program; what is in it has a hash of its own.
+            kept.append(PurePosixPath(word).name if word.startswith("/") else word)
         skip_value = own is not None and own[2] is None
     return {"arguments": " ".join(kept)}
 
@@ -76,7 +78,8 @@ def _differences(evidence: Evidence) -> list[Finding]:
         odd = {rank for rank, value in values.items() if value != common}
         said = "; ".join(f"rank {rank}: {value[:120]}" for rank, value in sorted(values.items())[:8])
         if key in _CODE_KEYS:
-            code_lines.append(f"observed: {key} differs: {said}")
+            what = f"the hash of {_script_name(evidence)}" if key == "script_sha256" else key
+            code_lines.append(f"observed: {what} differs: {said}")
             odd_code |= odd
         else:
             version_lines.append(f"observed: {key} differs: {said}")
@@ -89,6 +92,11 @@ def _differences(evidence: Evidence) -> list[Finding]:
         title = f"{ranks_text(odd_code)} runs other code or another configuration than the rest"
         found.append(_differs(evidence, "MC106", title, odd_code, code_lines))
     return found
+
+
+def _script_name(evidence: Evidence) -> str:
+    names = [str(r.header.get("script") or "") for r in evidence.ranks.values()]
+    return PurePosixPath(next(filter(None, names), "the script")).name
 
 
 def _differs(evidence: Evidence, code: str, title: str, odd: Iterable[int], lines: list[str]) -> Finding:

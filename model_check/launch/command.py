@@ -19,13 +19,13 @@ from types import FrameType
 
 from model_check.errors import UsageError
 from model_check.launch import processes
-from model_check.launch.exits import ExitWatcher, ProcessExit
+from model_check.launch.exits import ExitWatcher, ProcessExit, exit_code_recorded
 from model_check.launch.failures import RankExit
 from model_check.launch.guard import Guard
 from model_check.launch.hooks import EndJob
 from model_check.launch.supervisor import Supervisor
 from model_check.observe.environment import redact_argv
-from model_check.rundir import RunDir, read_jsonl
+from model_check.rundir import RunDir
 from model_check.rundir.ring import read_header
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -130,20 +130,13 @@ class _CommandJob:
             return
         code = exit.code
         if code is None and exit.signal is None:
-            code = self._own_account(rank, exit.pid)
+            code = exit_code_recorded(self._run_dir, rank, exit.pid)
         noted = RankExit(rank, exit.pid, code, exit.signal, exit.at, attempt=0, signalled_at=self._signalled_at)
         self._exits.append(noted)
         self._supervisor.journal.write(
             "rank_exited", at_monotonic=exit.at, rank=rank, pid=exit.pid, code=code, signal=exit.signal
         )
         self._supervisor.rank_exited(noted)
-
-    def _own_account(self, rank: int, pid: int) -> int | None:
-        """Old kernels tell only the parent how a process ended; the rank itself wrote its exit down, unless killed."""
-        for record in reversed(read_jsonl(self._run_dir.events(rank)).records):
-            if record.get("event") == "exit" and record.get("pid", pid) == pid and isinstance(record.get("code"), int):
-                return record["code"]
-        return None
 
     # Ending.
 

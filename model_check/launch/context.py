@@ -111,6 +111,8 @@ def _torchrun_place(environ: Mapping[str, str]) -> _Place:
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_rank = _number(environ, "LOCAL_RANK", default=rank)
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", default=world_size)
+    if environ.get("MASTER_PORT") == "0" and world_size > 1:
+        raise UsageError("MASTER_PORT=0 is no port to meet at", remedy="use torchrun --standalone, or name a free port")
     return _Place(
         rank=rank,
         local_rank=local_rank,

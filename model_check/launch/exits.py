@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from model_check.launch import processes
+from model_check.rundir import RunDir, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,14 @@ def _how_it_ended(pid: int, fd: int) -> tuple[int | None, int | None]:
         stat = processes.read_stat(pid)
         found = decode_wait_status(stat.wait_status) if stat and stat.wait_status is not None else None
     return found or _status_from_pidfd(fd) or (None, None)
+
+
+def exit_code_recorded(run_dir: RunDir, rank: int, pid: int) -> int | None:
+    """The code with which the rank itself said it would leave; a killed one says nothing."""
+    for record in reversed(read_jsonl(run_dir.events(rank)).records):
+        if record.get("event") == "exit" and record.get("pid", pid) == pid and isinstance(record.get("code"), int):
+            return record["code"]
+    return None
 
 
 class ExitWatcher:

@@ -56,8 +56,6 @@ class RankCommand(Command):
 def run_script(script: ForeignScript, *, nproc: int, run_dir: RunDir, supervisor: Supervisor) -> JobResult:
     """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's."""
     script.check()
-    if nproc < 1:
-        raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
     env = injected_environment(run_dir, os.environ)
     if nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # torchrun's choice, so that results do not change

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from model_check.launch import waiting
+from model_check.launch.exits import exit_code_recorded
 from model_check.launch.failures import RankExit
 from model_check.launch.gather import FlightRequest, Gatherer
 from model_check.launch.hooks import EndJob, Hooks, JobView
@@ -29,7 +30,10 @@ from model_check.rundir.verdict import Outcome
 
 Examine = Callable[[RunDir, bool], Verdict]
 _Key = tuple[str, tuple[int, ...], str | None]  # what makes a finding the same one: code, ranks, location
+_CRASHES = ("MC1", "MC3", "MC5")  # the families in which a rank ends by itself
 _STANDINGS_FRESH_S = 1.0
+_MOST_ROUNDS = 12  # of stacks in one stall; by then hours have passed
+_LONGEST_BLINDNESS_S = 8.0
 _LOOKS_AFTER_EXIT_S = (0.1, 0.4, 0.8, 1.2)
 _ACTIVE_CPU_S = 0.05
 _SAMPLE_CLOSELY_S = 120.0
@@ -40,7 +44,11 @@ EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its o
 
 @dataclass(frozen=True)
 class Limits:
-    """All in seconds. `kill_after_s` 0: a stall is never ended without proof."""
+    """All in seconds. `kill_after_s` 0: a stall is never ended without proof.
+
+    `own_exit_s` is what a failing rank gets to leave by itself, `own_launcher_s` what a launcher that the job brought
+    along gets to end the others.
+    """
 
     stall_floor_s: float = 5.0
     stall_steps: float = 5.0
@@ -50,9 +58,10 @@ class Limits:
     gather_again_s: float = 15.0
     sample_every_s: float = 1.0
     examine_every_s: float = 1.5
-    examine_cost_share: float = 0.02
+    examine_cost_share: float = 0.006  # of a core, while all is well
     say_every_s: float = 30.0
     own_exit_s: float = 1.5
+    own_launcher_s: float = 0.0
     kill_after_s: float = 300.0
 
 
@@ -176,15 +185,18 @@ class Supervisor:
             self._examine_now(now)
         return self._decide(now)
 
-    def finish(self, outcome: Outcome, exits: Sequence[RankExit], exit_code: int) -> Verdict:
-        """The last word, when all ranks are gone. A failing rank's own code goes before `exit_code`."""
+    def finish(self, outcome: Outcome, exits: Sequence[RankExit] | None, exit_code: int) -> Verdict:
+        """The last word, when all ranks are gone. The guilty rank's own code goes before `exit_code`.
+
+        `exits` None: a launcher that the job brought along has made its own code of them, and that one stands.
+        """
         self._gather.memory_kills()
         before = self.verdict.findings
         self._examine_now(time.monotonic(), live=False)
         if (outcome == "interrupted" or self._ended) and before:
             # Our own signals have since changed the picture: what stood while the ranks lived is the cause.
             self.verdict = replace(self.verdict, findings=before)
-        if outcome == "failed":
+        if outcome == "failed" and exits is not None:
             exit_code = self._code_of_the_guilty(exits, exit_code)
         self.verdict = replace(self.verdict, outcome=outcome, exit_code=exit_code)
         self.verdict.write(self._run_dir.verdict)
@@ -204,8 +216,13 @@ class Supervisor:
 
     def _code_of_the_guilty(self, exits: Sequence[RankExit], otherwise: int) -> int:
         named = [rank for finding in self.verdict.findings if finding.severity == "error" for rank in finding.ranks]
-        failed = {exit.rank: exit.exit_code for exit in exits if exit.failed and exit.signalled_at is None}
-        return next((failed[rank] for rank in named if rank in failed), otherwise)
+        codes = {exit.rank: exit.exit_code for exit in exits if exit.failed and exit.signalled_at is None}
+        for known in (self._ranks[rank] for rank in named if rank in self._ranks):
+            # A rank that was slow to leave, and that we ended, had already said with which code it would.
+            code = codes.get(known.rank) or exit_code_recorded(self._run_dir, known.rank, known.pid)
+            if code:
+                return code
+        return otherwise
 
     def _alive(self) -> list[_Rank]:
         return [rank for rank in self._ranks.values() if rank.exit is None]
@@ -232,7 +249,9 @@ class Supervisor:
         return self._limits.stall_while_peers_wait_s if rank.pulse.has_ring else self._limits.stall_before_first_step_s
 
     def _quiet_ranks(self, alive: list[_Rank], now: float) -> list[_Rank]:
-        return [rank for rank in alive if now - rank.pulse.last_at > self._threshold(rank)]
+        # No threshold is below the floor, so a healthy turn computes no median.
+        silent = [rank for rank in alive if now - rank.pulse.last_at > self._limits.stall_floor_s]
+        return [rank for rank in silent if now - rank.pulse.last_at > self._threshold(rank)]
 
     def _follow_stall(self, alive: list[_Rank], now: float) -> None:
         quiet = self._quiet_ranks(alive, now)
@@ -249,7 +268,7 @@ class Supervisor:
             self._withdraw(stall, now)
         elif stall.rounds == 1 and now - stall.gathered_at >= self._limits.second_round_after_s:
             self._confirm(stall, now)
-        elif now - stall.gathered_at >= self._limits.gather_again_s * min(8, stall.rounds):
+        elif stall.rounds < _MOST_ROUNDS and now - stall.gathered_at >= self._limits.gather_again_s * stall.rounds:
             stall.rounds += 1
             stall.gathered_at = now
             self._gather.stacks(self._pids())
@@ -280,7 +299,7 @@ class Supervisor:
 
     def _withdraw(self, stall: _Stall, now: float) -> None:
         self._stall = None
-        if not stall.examined:
+        if not stall.examined or self._crashed:
             return
         self.journal.write("stall_withdrawn", after_s=now - stall.since)
         for key in self._shown:
@@ -325,18 +344,19 @@ class Supervisor:
     # Examinations and decisions.
 
     def _examination_due(self, now: float) -> bool:
-        pause = max(self._limits.examine_every_s, self._examine_cost_s / self._limits.examine_cost_share)
+        affordable = min(_LONGEST_BLINDNESS_S, self._examine_cost_s / self._limits.examine_cost_share)
+        pause = max(self._limits.examine_every_s, 0.0 if self._stall is not None else affordable)
         if self._looks_after_exit and now >= self._looks_after_exit[0]:
             del self._looks_after_exit[0]
             return True
         return now - self._examined_at >= pause
 
     def _examine_now(self, now: float, *, live: bool = True) -> None:
-        began = time.monotonic()
+        began = time.thread_time()
         self._gather.taken_ports(self._ranks)
         verdict = self._examine(self._run_dir, live)
         self._examined_at = time.monotonic()
-        self._examine_cost_s = self._examined_at - began
+        self._examine_cost_s = time.thread_time() - began
         for finding in verdict.findings:
             self._time_it(finding, now)
         changed = verdict.to_json() != self.verdict.to_json()
@@ -396,14 +416,14 @@ class Supervisor:
         return None
 
     def _end_proven(self, finding: Finding, now: float) -> EndJob | None:
-        """A rank that fails by itself gets a moment to end with its own exit code."""
+        """A rank that fails by itself gets a moment to end with its own exit code, and its launcher to act on it."""
         if self._proven_at is None:
             self._proven_at = now
-        dies_by_itself = finding.code[:3] in ("MC1", "MC3", "MC5") and any(
-            rank in self._pids() for rank in finding.ranks
-        )
-        if dies_by_itself and now - self._proven_at < self._limits.own_exit_s:
-            return None
+        if finding.code[:3] in _CRASHES:
+            leaving = any(rank in self._pids() for rank in finding.ranks)
+            patience = max(self._limits.own_launcher_s, self._limits.own_exit_s if leaving else 0.0)
+            if now - self._proven_at < patience:
+                return None
         why = f"{finding.code}: {finding.title}"
         self.note_stop(f"proven: {why}")
         self._ended = True

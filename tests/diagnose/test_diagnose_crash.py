@@ -148,10 +148,18 @@ def test_a_directory_that_exists_on_all_ranks_is_a_plain_exception(stage):
     assert stage.first(after=0.1).code == "MC301"
 
 
-def test_a_half_written_file(stage):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("RuntimeError", "PytorchStreamReader failed reading zip archive"),
+        ("OSError", "[Errno 22] Invalid argument"),
+        ("EOFError", "Ran out of input"),
+    ],
+)
+def test_a_half_written_file(stage, kind, message):
     a, b = crashing(stage)
     b.span("load", 13, detail="/data/tokens.pt", end_detail="raised RuntimeError")
-    b.fails("RuntimeError", "PytorchStreamReader failed reading zip archive", 13, text="return torch.load(path)")
+    b.fails(kind, message, 13, text="return torch.load(path)")
     b.exits(1)
     finding = stage.first(after=0.1)
     assert finding.code == "MC110" and any("/data/tokens.pt" in e for e in finding.evidence) and a.rank == 0
@@ -347,3 +355,24 @@ def test_an_exception_without_frames_of_the_user_is_placed_by_the_black_box(stag
     )
     finding = stage.first(after=0.1)
     assert finding.code == "MC301" and stage.line(finding) == 37
+
+
+def test_a_worker_that_was_killed_shows_as_a_broken_queue(stage):
+    a, b = crashing(stage)
+    frames = [
+        {"file": str(stage.script), "line": 20, "function": "train"},
+        {"file": "/x/site-packages/torch/utils/data/dataloader.py", "line": 1200, "function": "_try_get_data"},
+    ]
+    message = "[Errno 104] Connection reset by peer"
+    b.event(
+        "exception",
+        type="ConnectionResetError",
+        message=message,
+        frames=frames,
+        user_frame=frames[0],
+        thread="MainThread",
+    )
+    b.exits(1)
+    loses_peer(a)
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC216", [1], [0]) and stage.line(finding) == 20

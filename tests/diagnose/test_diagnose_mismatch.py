@@ -239,7 +239,11 @@ def test_a_joined_rank_that_shadows_its_peers_collectives_is_no_shift(stage):
         if step < 5:
             b.step()
         else:
-            b.collective("all_reduce", 40)
+            b.collective("all_reduce", 12)
+        assert stage.findings(after=0.5) == [], f"looked at after step {step}"
+    for actor in (a, b):
+        for _ in range(4):
+            actor.collective("all_reduce", 12)
     assert stage.findings(after=0.5) == []
 
 
@@ -331,3 +335,16 @@ def test_nccl_can_gather_different_sizes(stage):
     a.collective("all_gather", 44, shape=(16,), open=True)
     b.collective("all_gather", 44, shape=(11,), open=True)
     assert stage.findings(after=0.1) == []
+
+
+def test_an_exception_whose_handler_still_runs_is_read_from_the_ring(stage):
+    a, b = stage.ranks(2)
+    for _ in range(6):
+        for actor in (a, b):
+            routine(actor)
+    b.span("data", 28, end_detail="raised ValueError")
+    b.collective("barrier", 33, open=True)  # called by the handler: no event has been written yet
+    a.collective("all_reduce", 40, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC302", [1], [0]) and stage.line(finding) == 28
+    assert "ValueError" in finding.title

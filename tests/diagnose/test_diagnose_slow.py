@@ -57,13 +57,13 @@ def oversubscribe(stage, threads, cpu_per_second):
 
 
 def test_more_threads_than_cores_can_serve(stage):
-    oversubscribe(stage, 20, 0.5)
+    oversubscribe(stage, 30, 0.5)
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks) == ("MC704", [0, 1, 2, 3]) and "OMP_NUM_THREADS=1" in finding.fix[0]
 
 
 def test_idle_threads_harm_nobody(stage):
-    oversubscribe(stage, 20, 0.05)
+    oversubscribe(stage, 30, 0.05)
     assert stage.findings(after=0.1) == []
 
 
@@ -99,3 +99,8 @@ def test_slowness_is_not_reported_beside_a_crash(stage):
     b.fails("ValueError", "boom", 33)
     b.exits(1)
     assert [f.code for f in stage.findings(after=0.1)] == ["MC301"]
+
+
+def test_the_threads_that_every_rank_has_do_not_count(stage):
+    oversubscribe(stage, 14, 0.5)
+    assert stage.findings(after=0.1) == []

@@ -84,3 +84,11 @@ def test_one_rank_that_does_it_for_all_is_right(stage):
     actors[0].span("hub", 7)
     actors[0].span("tracker", 8)
     assert stage.findings(after=1.0) == []
+
+
+def test_other_code_in_checkouts_of_different_places(stage):
+    for actor in stage.ranks(3, join=False, script="/tmp/a/train.py"):
+        arguments = ["/usr/bin/python3", f"/tmp/{actor.rank}/train.py"]
+        identify(actor, arguments=arguments, script_sha256="xyz" if actor.rank == 1 else "abc")
+    finding = stage.first(after=1.0)
+    assert (finding.code, finding.ranks) == ("MC106", [1]) and any("train.py" in e for e in finding.evidence)

@@ -14,7 +14,7 @@ import pytest
 from model_check.launch.failures import RankExit
 from model_check.launch.hooks import EndJob
 from model_check.launch.supervisor import Limits, Supervisor
-from model_check.rundir import Finding, RunDir, Verdict, read_json, read_jsonl
+from model_check.rundir import Finding, JsonlWriter, RunDir, Verdict, read_json, read_jsonl
 
 _RANK = Path(__file__).with_name("pretend_rank.py")
 # The life of a stall in tenths of seconds: the same machine, with less patience.
@@ -227,6 +227,44 @@ def test_the_exit_code_is_that_of_the_rank_the_verdict_names(make_job: Any) -> N
     verdict = job.supervisor.finish("failed", exits, 1)
     assert (verdict.outcome, verdict.exit_code) == ("failed", 3)
     assert Verdict.read(job.run_dir.verdict) == verdict
+
+
+def test_a_rank_that_we_ended_while_it_was_leaving_keeps_the_code_it_had_announced(make_job: Any) -> None:
+    job = make_job(Finding("MC313", "rank 1 exited with code 9", certainty="proven", ranks=[1], victims=[0]))
+    job.supervisor.journal.write("stall")
+    pids = [rank.process.pid for rank in job.ranks]
+    events = JsonlWriter(job.run_dir.events(1))
+    events.write({"t": 1.0, "event": "exit", "pid": pids[1], "code": 9, "via": "sys.exit"})
+    events.close()
+    killed = [RankExit(rank, pids[rank], None, 15, 2.0, attempt=0, signalled_at=1.5) for rank in range(2)]
+    assert job.supervisor.finish("failed", killed, 1).exit_code == 9
+
+
+def test_a_launcher_that_the_job_brought_along_keeps_its_own_code(make_job: Any) -> None:
+    job = make_job(Finding("MC313", "rank 1 exited with code 3", certainty="proven", ranks=[1], victims=[0]))
+    assert job.supervisor.finish("failed", None, 1).exit_code == 1
+
+
+@pytest.mark.parametrize(("own_launcher_s", "ends_at_once"), [(0.0, True), (60.0, False)])
+def test_a_crashed_job_is_left_to_its_own_launcher_first(
+    make_job: Any, own_launcher_s: float, ends_at_once: bool
+) -> None:
+    limits = Limits(**{**vars(_QUICK), "own_launcher_s": own_launcher_s})
+    crash = Finding("MC301", "rank 1 raised ValueError", certainty="proven", ranks=[1], victims=[0])
+    job = make_job(crash, limits=limits)
+    job.supervisor.journal.write("stall")
+    endings = job.poll_for(1.0)
+    assert bool(endings) is ends_at_once
+
+
+def test_an_interrupted_stall_keeps_its_finding(make_job: Any) -> None:
+    job = make_job(WARNING)
+    _hang(job)
+    job.poll_until(lambda: job.shown)
+    job.supervisor.journal.write("stall_withdrawn")
+    verdict = job.supervisor.finish("interrupted", [], 130)
+    assert [finding.code for finding in verdict.findings] == ["MC204"]
+    assert (verdict.outcome, verdict.exit_code) == ("interrupted", 130)
 
 
 def test_it_says_what_it_waits_for(make_job: Any) -> None:

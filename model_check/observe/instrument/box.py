@@ -118,9 +118,9 @@ class BlackBox:
 
     # Records
 
-    def site(self, recorder: Recorder, depth: int = 2) -> tuple[int, int, int]:
-        """(file id, line, function id) of the user's line above the caller; the last known one on a thread without."""
-        found = self.code.innermost(sys._getframe(depth))
+    def site(self, recorder: Recorder) -> tuple[int, int, int]:
+        """(file id, line, function id) of the user's innermost line; on a thread without one, the last known."""
+        found = self.code.innermost(sys._getframe(1))
         if found is None:
             return self.last_site
         shown, line, name = found
@@ -131,9 +131,9 @@ class BlackBox:
         self.last_site = site = (file, line, function)
         return site
 
-    def begin(self, recorder: Recorder, what: SpanKind, detail: str = "", depth: int = 3) -> int:
-        """Writes the BEGIN of a span at the user's line `depth` frames up, and returns its number."""
-        file, line, function = self.site(recorder, depth)
+    def begin(self, recorder: Recorder, what: SpanKind, detail: str = "") -> int:
+        """Writes the BEGIN of a span at the user's line, and returns its number."""
+        file, line, function = self.site(recorder)
         return recorder.put(what.begin, file, line, function, recorder.intern(detail) if detail else 0)
 
     def end(self, recorder: Recorder, what: SpanKind, span: int, detail: str = "") -> None:

@@ -119,9 +119,7 @@ class Issued(NamedTuple):
     is_async: bool
 
 
-def begin(
-    recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, peer: int, flags: int, depth: int = 3
-) -> Issued:
+def begin(recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, peer: int, flags: int) -> Issued:
     """Writes the BEGIN of a collective or a message; its sequence number in the group is counted here."""
     what = _KINDS[phase, op]
     detail = 0
@@ -129,7 +127,7 @@ def begin(
         seq = group.next_message(op, peer)
     else:
         seq, detail = group.next_collective()
-    file, line, function = BOX.site(recorder, depth)
+    file, line, function = BOX.site(recorder)
     dtype, nbytes, ndim, d0, d1, d2, d3 = describe_tensor(tensor)
     span = recorder.put_collective(
         what.begin | dtype << 24,
@@ -164,7 +162,7 @@ def _begin_call(recorder: Recorder, call: Call, args: tuple[Any, ...], kwargs: d
     NOTES.moved_on()
     flags = FLAG_ASYNC if call.always_async or _argument(args, kwargs, call.async_op) else 0
     tensor, peer = _argument(args, kwargs, call.tensor), _peer(args, kwargs, call, group)
-    return begin(recorder, call.op, call.phase, group, tensor, peer, flags, depth=4)
+    return begin(recorder, call.op, call.phase, group, tensor, peer, flags)
 
 
 def recorded(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
@@ -295,7 +293,7 @@ def _issue_message(recorder: Recorder, op: Any) -> Issued | None:
     group = GROUPS.find(recorder, getattr(op, "group", None))
     if group is None or name not in ("isend", "irecv"):
         return None
-    issued = begin(recorder, name[1:], "p2p", group, op.tensor, getattr(op, "peer", -1), FLAG_ASYNC, depth=4)
+    issued = begin(recorder, name[1:], "p2p", group, op.tensor, getattr(op, "peer", -1), FLAG_ASYNC)
     end(issued)
     return issued
 
@@ -305,7 +303,7 @@ def native(recorder: Recorder, op: str, phase: str, process_group: Any, tensor: 
     group = GROUPS.find(recorder, process_group)
     if group is None:
         return None
-    return begin(recorder, op, phase, group, tensor, group.global_rank(peer), FLAG_NATIVE | FLAG_ASYNC, depth=4)
+    return begin(recorder, op, phase, group, tensor, group.global_rank(peer), FLAG_NATIVE | FLAG_ASYNC)
 
 
 def patch(c10d: Any) -> None:

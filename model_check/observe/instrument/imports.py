@@ -99,7 +99,7 @@ def _import_span(name: str) -> Iterator[None]:
     if recorder is None:
         yield
         return
-    span = BOX.begin(recorder, _IMPORT, name, depth=4)
+    span = BOX.begin(recorder, _IMPORT, name)
     try:
         yield
     finally:

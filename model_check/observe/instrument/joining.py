@@ -94,7 +94,7 @@ def _before_joining(rank: int | None) -> int:
     if recorder is None:
         return 0
     NOTES.moved_on()
-    span = BOX.begin(recorder, _JOINING, "init_process_group", depth=4)
+    span = BOX.begin(recorder, _JOINING, "init_process_group")
     _start_service()
     return span
 

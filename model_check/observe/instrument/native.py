@@ -72,6 +72,13 @@ def install() -> None:
     _Registered.library = library
 
 
+def uninstall() -> None:
+    """Takes the kernels out again: collectives reach their backend as if we had never been here."""
+    if _Registered.library is not None:
+        _Registered.library._destroy()
+        _Registered.library = None
+
+
 def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any], Any]) -> Callable[..., Any]:
     op, phase, tensor_at, group_at, peer_at = (
         operator.op,

@@ -57,7 +57,7 @@ def span(phase: str, detail: str = "") -> Iterator[None]:
         yield
         return
     what = SpanKind(phase)
-    begun = BOX.begin(recorder, what, detail, depth=4)
+    begun = BOX.begin(recorder, what, detail)
     try:
         yield
     except BaseException as error:

@@ -147,7 +147,7 @@ def _optimizer_begins(optimizer: Any) -> None:
     if _Now.optimizer is not None:
         # The last one raised: torch calls no hook then.
         BOX.end(_Now.optimizer[0], _OPTIMIZER, _Now.optimizer[1], "raised")
-    _Now.optimizer = recorder, BOX.begin(recorder, _OPTIMIZER, type(optimizer).__name__, depth=4)
+    _Now.optimizer = recorder, BOX.begin(recorder, _OPTIMIZER, type(optimizer).__name__)
 
 
 def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:

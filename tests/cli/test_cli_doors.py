@@ -1,0 +1,89 @@
+"""The doors of the earlier guides: each command they show has its counterpart here and works."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import BIN, ROOT, TINY, Shell
+
+SETS = [word for value in TINY for word in ("--set", value)]
+
+
+def test_pretrain_main_trains_on_one_rank(shell: Shell) -> None:
+    done = shell.run(str(BIN / "python"), str(ROOT / "pretrain_main.py"), "--debug", "--max-steps", "2", *SETS)
+    assert done.code == 0, done.err
+    assert len(re.findall(r"^\[CPU0\] Step \[", done.out, re.M)) == 2
+    assert "[CPU1]" not in done.out
+
+
+def test_torchrun_makes_ranks_of_pretrain_main(shell: Shell) -> None:
+    run_dir = shell.folder / "by-torchrun"
+    done = shell.run(
+        str(BIN / "torchrun"),
+        "--nproc_per_node=2",
+        "--standalone",
+        str(ROOT / "pretrain_main.py"),
+        "--debug",
+        "--fast_dev_run",
+        "2",
+        "--num_workers",
+        "0",
+        "--run-dir",
+        str(run_dir),
+        *SETS,
+    )
+    assert done.code == 0, done.err
+    for rank in (0, 1):
+        assert len(re.findall(rf"^\[CPU{rank}\] Step \[\d/2\]", done.out, re.M)) == 2
+    ours = shell.train("--max-steps", "2", "--nproc", "2")
+    done.run_dir = run_dir
+    assert done.losses() == ours.losses(), "one rank of a foreign launcher trains as one of ours"
+
+
+def test_prepare_dataset_builds_once_and_verifies(shell: Shell) -> None:
+    door = [str(BIN / "python"), str(ROOT / "prepare_dataset.py"), "--debug", "--set", "data.samples=300"]
+    first = shell.run(*door)
+    assert first.code == 0 and "prepared in" in first.out, first.err
+    again = shell.run(*door, "--verify")
+    assert again.code == 0 and "from the cache" in again.out
+    assert "every block matches its checksum" in again.out
+
+
+def test_scripts_of_the_guides_are_there_and_parse() -> None:
+    expected = {
+        "run_training.sh",
+        "start.sh",
+        "start_single.sh",
+        "start_4gpu.sh",
+        "train_gpu.sh",
+        "train_auto_gpu.sh",
+        "train_ddp.py",
+    }
+    assert expected <= {path.name for path in (ROOT / "scripts").iterdir()}
+    for path in [*(ROOT / "scripts").glob("*.sh"), ROOT / "run.sh", ROOT / "test.sh"]:
+        assert subprocess.run(["bash", "-n", path]).returncode == 0, path
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "expected"),
+    [
+        ("start.sh", ["14b"], "--preset 14b"),
+        ("start.sh", [], "--preset 32b"),
+        ("start_single.sh", ["--dry-run"], "--preset 14b --nproc 1 --dry-run"),
+        ("start_4gpu.sh", [], "--preset 32b --nproc 4"),
+        ("train_gpu.sh", ["3", "--debug"], "--gpus 3 --debug"),
+        ("train_gpu.sh", ["--debug"], "--gpus 0 --debug"),
+        ("train_auto_gpu.sh", ["--config", "my.json"], "--gpus auto --config my.json"),
+    ],
+)
+def test_scripts_pass_the_right_flags_on(tmp_path: Path, script: str, arguments: list[str], expected: str) -> None:
+    """The scripts call run.sh beside their folder: a run.sh that prints its arguments shows what they pass."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / script).write_text((ROOT / "scripts" / script).read_text())
+    (tmp_path / "run.sh").write_text('echo "$@"\n')
+    done = subprocess.run(["bash", tmp_path / "scripts" / script, *arguments], capture_output=True, text=True)
+    assert done.stdout.strip() == expected
