@@ -14,6 +14,7 @@ import gc
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,9 +46,7 @@ def batch(args: argparse.Namespace, vocabulary: int) -> SimpleNamespace:
     )
 
 
-def ours(
-    args: argparse.Namespace, shape: Any, *, state_dtype: torch.dtype, fp8: bool = False
-) -> Callable[[Any], None]:
+def ours(args: argparse.Namespace, shape: Any, *, state_dtype: torch.dtype, fp8: bool = False) -> Callable[[Any], None]:
     """Model Check: bf16 parameters with an exact fp32 master, per-block compile, fused loss."""
     model = build_model(shape, DEVICE, torch.bfloat16)
     if fp8:
@@ -176,7 +175,7 @@ def main() -> None:
     record = {
         "benchmark": "throughput",
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"python benchmarks/throughput.py --layers {args.layers} --batch {args.batch} --context {args.context}",
+        "command": "python " + " ".join(sys.argv),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),

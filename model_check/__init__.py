@@ -1,6 +1,6 @@
 """Model Check trains LLaMA-style models on every GPU you have, and says why when a run breaks.
 
-    from model_check import load_config, validate_config, DDPTrainer, SimpleModel
+from model_check import load_config, validate_config, DDPTrainer, SimpleModel
 """
 
 from __future__ import annotations

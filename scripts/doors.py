@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def enter(verb: str, *flags: str) -> None:
-    """Runs `model-check VERB FLAGS ARGV`, in the project's own environment where this interpreter lacks the packages."""
+    """Runs `model-check VERB FLAGS ARGV`; in .venv where this interpreter lacks the packages."""
     sys.path.insert(0, str(ROOT))
     try:
         from model_check.cli.main import main

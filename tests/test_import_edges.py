@@ -68,5 +68,7 @@ def test_rooms_without_torch_stay_without_it(room: str) -> None:
         f"model_check.{'.'.join(p.relative_to(PACKAGE).with_suffix('').parts)}".removesuffix(".__init__")
         for p in sorted((PACKAGE / room).rglob("*.py"))
     ]
-    program = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\nsys.exit('torch' in sys.modules)"
+    program = (
+        f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\nsys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,9 +1,9 @@
 """Checkpoints on disk: each save is a new folder, written aside, checked, and committed by one rename.
 
-    <dir>/step_00000010/            a committed checkpoint
-        manifest.json               step, world size, every file with its size and checksum
-        .metadata, __0_0.distcp …   torch.distributed.checkpoint's own files
-    <dir>/.staging-step_00000010    a save that was not finished: never read, removed by the next save
+<dir>/step_00000010/            a committed checkpoint
+    manifest.json               step, world size, every file with its size and checksum
+    .metadata, __0_0.distcp …   torch.distributed.checkpoint's own files
+<dir>/.staging-step_00000010    a save that was not finished: never read, removed by the next save
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def configured(
 ) -> Config:
     """The configuration that presets, files, flags and --set make, in that order."""
     if debug and preset not in (None, "debug"):
-        raise UsageError(f"--debug means --preset debug, but --preset {preset} was given too", remedy="keep one of them")
+        raise UsageError(f"--debug is --preset debug, and --preset {preset} was given too", remedy="keep one of them")
     environment = environment_values(os.environ)
     return load_config(
         *files,

@@ -34,6 +34,14 @@ def gpus(
     table = Table("id", "name", "memory used", "load", "processes", "chosen" if choose else "")
     for gpu in found:
         used = f"{gpu.memory_used / 2**30:.1f} / {gpu.memory_total / 2**30:.1f} GiB"
+        load = "unknown" if gpu.utilization is None else f"{gpu.utilization} %"
         mark = "✓" if gpu.index in chosen else ""
-        table.add_row(str(gpu.index), gpu.name, used, "unknown" if gpu.utilization is None else f"{gpu.utilization} %", str(len(gpu.processes)), mark)
+        table.add_row(
+            str(gpu.index),
+            gpu.name,
+            used,
+            load,
+            str(len(gpu.processes)),
+            mark,
+        )
     Console().print(table)

@@ -71,7 +71,7 @@ def _metrics(order: TrainOrder, place: Place, run_dir: RunDir) -> Iterator[Metri
 
 
 def train_rank(context: RankContext, order: TrainOrder) -> None:
-    """Trains as one rank; returns after the last step, or exits with 75 (saved) or 143 (not saved) when asked to stop."""
+    """Trains as one rank. Asked to stop, it exits with 75 after a save, or with 143."""
     config = order.config
     run_dir = RunDir(Path(context.run_dir))
     instrument.install(run_dir.root, rank=context.rank, world_size=context.world_size, local_rank=context.local_rank)

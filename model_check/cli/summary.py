@@ -37,4 +37,3 @@ def _result_line(records: list[dict[str, Any]], entropy_floor: float | None) -> 
         parts.append(f"MFU {statistics.median(mfu):.1%}")
     parts.append(f"peak {max(r['memory_gib'] for r in records):.1f} GiB")
     return "done: " + ", ".join(parts)
-

@@ -163,6 +163,4 @@ class SplitAdamW(torch.optim.Optimizer):
             raise ValueError(f"SplitAdamW needs contiguous tensors, got a view of shape {tuple(parameter.shape)}")
         count = parameter.numel()
         blocks = (count + BLOCK - 1) // BLOCK
-        _update_kernel[(blocks,)](
-            parameter.view(torch.int16), *tensors[1:], scalars, count, BLOCK=BLOCK, num_warps=8
-        )
+        _update_kernel[(blocks,)](parameter.view(torch.int16), *tensors[1:], scalars, count, BLOCK=BLOCK, num_warps=8)

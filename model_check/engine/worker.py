@@ -133,7 +133,12 @@ def open_loader(config: Config, place: Place, cache: PackedCache) -> BatchLoader
 
 
 def assemble(
-    config: Config, place: Place, loader: Batches, *, model: nn.Module | None = None, held_out: PackedCache | None = None
+    config: Config,
+    place: Place,
+    loader: Batches,
+    *,
+    model: nn.Module | None = None,
+    held_out: PackedCache | None = None,
 ) -> Session:
     """Builds what the loop needs. A model that is passed in is trained as it is."""
     training = config.training

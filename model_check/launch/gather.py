@@ -23,6 +23,7 @@ from model_check.rundir.ring import read_header
 
 _CHILDREN_PER_RANK = 4
 _FLIGHT_WAIT_S = 2.0
+_LAST_WORDS = re.compile(r'"event": "(exception|exit)"')
 _PORT_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _PORT_NUMBER = re.compile(r"port:?\s*(\d{2,5})")
 
@@ -109,36 +110,44 @@ class Gatherer:
         for kill in self._kills.new_kills():
             self._journal.write("oom", **kill.to_json())
 
-    def taken_ports(self, ranks: Iterable[int]) -> None:
-        """Names who holds the port, where a rank's new events say that its port was in use."""
-        for rank in ranks:
-            for number in map(int, _ports_in_use(self._new_text(rank))):
-                if number in self._ports_named:
-                    continue
-                self._ports_named.add(number)
-                holder = processes.port_holder(number)
-                pid, command = (holder.pid, redact_argv(holder.command, os.environ)) if holder else (None, [])
-                self._journal.write("port", port=number, holder_pid=pid, holder_cmd=" ".join(command))
+    def hear(self, ranks: Iterable[int]) -> bool:
+        """Reads what the ranks have newly written into their events; True where one says that it fails or leaves.
 
-    def _new_text(self, rank: int) -> str:
-        """What the rank has written into its events since the last look."""
+        Where a rank says that its port is taken, the holder is named at once: it may be gone a moment later.
+        """
+        news = False
+        for rank in ranks:
+            for line in self._new_events(rank):
+                news = news or _LAST_WORDS.search(line) is not None
+                if _PORT_IN_USE.search(line):
+                    self._name_holders(map(int, _PORT_NUMBER.findall(line)))
+        return news
+
+    def _new_events(self, rank: int) -> list[str]:
+        path, done = self._run_dir.events(rank), self._events_read.get(rank, 0)
         try:
-            with self._run_dir.events(rank).open("rb") as file:
-                file.seek(self._events_read.get(rank, 0))
+            if path.stat().st_size == done:
+                return []
+            with path.open("rb") as file:
+                file.seek(done)
                 data = file.read()
         except FileNotFoundError:
-            return ""
+            return []
         whole = data[: data.rfind(b"\n") + 1]
-        self._events_read[rank] = self._events_read.get(rank, 0) + len(whole)
-        return whole.decode("utf-8", "replace")
+        self._events_read[rank] = done + len(whole)
+        return whole.decode("utf-8", "replace").splitlines()
+
+    def _name_holders(self, ports: Iterable[int]) -> None:
+        for port in ports:
+            if port in self._ports_named:
+                continue
+            self._ports_named.add(port)
+            holder = processes.port_holder(port)
+            pid, command = (holder.pid, redact_argv(holder.command, os.environ)) if holder else (None, [])
+            self._journal.write("port", port=port, holder_pid=pid, holder_cmd=" ".join(command))
 
     def close(self) -> None:
         self._kills.close()
-
-
-def _ports_in_use(text: str) -> list[str]:
-    lines = [line for line in text.splitlines() if _PORT_IN_USE.search(line)]
-    return [port for line in lines for port in _PORT_NUMBER.findall(line)]
 
 
 def _is_python(pid: int) -> bool:

@@ -181,7 +181,7 @@ class Supervisor:
         if now - self._sampled_at >= self._sample_pause(now):
             self._take_sample(now)
         self._follow_stall(alive, now)
-        if self._examination_due(now):
+        if self._gather.hear(self._ranks) or self._examination_due(now):
             self._examine_now(now)
         return self._decide(now)
 
@@ -353,7 +353,7 @@ class Supervisor:
 
     def _examine_now(self, now: float, *, live: bool = True) -> None:
         began = time.thread_time()
-        self._gather.taken_ports(self._ranks)
+        self._gather.hear(self._ranks)
         verdict = self._examine(self._run_dir, live)
         self._examined_at = time.monotonic()
         self._examine_cost_s = time.thread_time() - began

@@ -1,9 +1,9 @@
 """fp8 matrix products inside the blocks, applied from outside: same parameters, same names, faster GEMMs.
 
-Each operand is scaled by its own largest magnitude (tensor-wise) and cast: weights and activations to e4m3, gradients to
-e5m2, which trades a bit of mantissa for range. Products accumulate in fp32. The output projection, embeddings, norms and
-attention stay in bf16: that is where fp8 costs accuracy and gains little. The casts fuse into the neighbouring kernels
-only under torch.compile; without it fp8 is slower than bf16.
+Each operand is scaled by its own largest magnitude (tensor-wise) and cast: weights and activations to e4m3, gradients
+to e5m2, which trades a bit of mantissa for range. Products accumulate in fp32. The output projection, embeddings, norms
+and attention stay in bf16: that is where fp8 costs accuracy and gains little. The casts fuse into the neighbouring
+kernels only under torch.compile; without it fp8 is slower than bf16.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Fp8Product(torch.autograd.Function):
         return _product(rows, rows_scale, matrix, matrix_scale, x.dtype).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         rows, rows_scale, weight = ctx.saved_tensors
         gradient, gradient_scale = _cast(grad.flatten(0, -2), _BACKWARD)
         matrix, matrix_scale = _cast(weight, _FORWARD)
@@ -75,7 +75,7 @@ def apply_fp8(model: Llama) -> Llama:
             continue
         if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE:
             raise ModelError(
-                f"layers.{name} is {module.out_features} x {module.in_features}, and fp8 needs multiples of {_MULTIPLE}",
+                f"layers.{name} is {module.out_features} x {module.in_features}; fp8 needs multiples of {_MULTIPLE}",
                 remedy="use bf16, or sizes that are multiples of 16",
             )
         module.__class__ = Fp8Linear

@@ -14,13 +14,12 @@ _MOST_COLUMNS = 8192
 _COLUMNS_PER_WARP = 512
 
 
-def cross_entropy_in_place(
-    logits: Tensor, labels: Tensor, ignored: int, scale: Tensor, wants_gradient: bool
-) -> Tensor:
+def cross_entropy_in_place(logits: Tensor, labels: Tensor, ignored: int, scale: Tensor, wants_gradient: bool) -> Tensor:
     """Loss of each row of [rows, vocabulary] logits, float32.
 
     With `wants_gradient` the logits are overwritten with `scale` times the gradient of the row's loss. `scale` stays on
-    the device: the host need not know it. A row whose label is `ignored` has loss and gradient 0; one whose label lies outside the vocabulary has loss NaN.
+    the device: the host need not know it. A row whose label is `ignored` has loss and gradient 0; one whose label lies
+    outside the vocabulary has loss NaN.
     """
     assert logits.is_cuda and logits.stride(1) == 1, f"logits on {logits.device} with strides {logits.stride()}"
     rows, vocabulary = logits.shape

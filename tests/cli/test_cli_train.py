@@ -29,7 +29,8 @@ METRICS = {
     "skipped",
 }
 LINE = re.compile(
-    r"^\[CPU(\d)\] Step \[(\d+)/4\] \| Loss: \d+\.\d{4} \| LR: 1\.00e-07 \| Grad Norm: \d+\.\d{4} \| ETA: \d+:\d\d$", re.M
+    r"^\[CPU(\d)\] Step \[(\d+)/4\] \| Loss: \d+\.\d{4} \| LR: 1\.00e-07 \| Grad Norm: \d+\.\d{4} \| ETA: \d+:\d\d$",
+    re.M,
 )
 
 
@@ -66,7 +67,9 @@ def test_two_cpu_ranks_train_and_leave_a_whole_run_directory(shell: Shell) -> No
 
 
 def test_evaluation_is_in_the_metrics_of_its_step(shell: Shell) -> None:
-    done = shell.train("--nproc", "1", "--max-steps", "4", "--set", "training.eval_interval=2", "--set", "data.samples=2000")
+    done = shell.train(
+        "--nproc", "1", "--max-steps", "4", "--set", "training.eval_interval=2", "--set", "data.samples=2000"
+    )
     assert done.code == 0, done.err
     with_eval = {r["step"]: r["val_loss"] for r in done.metrics() if "val_loss" in r}
     assert list(with_eval) == [1, 3]

@@ -49,7 +49,11 @@ def test_plain_bf16_adamw_would_have_lost_these_steps() -> None:
     start = torch.full((256,), 0.5, dtype=torch.bfloat16)
     plain, ours, fp32 = (torch.nn.Parameter(t) for t in (start.clone(), start.clone(), start.float()))
     options = {"lr": 1e-5, "weight_decay": 0.0, "eps": 1e-8, "betas": (0.9, 0.95)}
-    optimizers = (torch.optim.AdamW([plain], **options), SplitAdamW([ours], **options), torch.optim.AdamW([fp32], **options))
+    optimizers = (
+        torch.optim.AdamW([plain], **options),
+        SplitAdamW([ours], **options),
+        torch.optim.AdamW([fp32], **options),
+    )
     for _ in range(200):
         for parameter, optimizer in zip((plain, ours, fp32), optimizers, strict=True):
             parameter.grad = torch.ones_like(parameter)
