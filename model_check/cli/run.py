@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from model_check.errors import UsageError
-from model_check.launch.supervisor import Limits, Supervisor
+from model_check.launch.supervisor import Limits
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
 
@@ -69,25 +69,10 @@ def _after_double_dash(words: list[str]) -> bool:
     return len(typed) > len(words) and typed[-len(words) - 1] == "--"
 
 
-def _supervisor(directory: RunDir, limits: Limits) -> Supervisor:
-    from model_check.diagnose import Examiner, render
-    from model_check.observe.service import request
-
-    examiner = Examiner(directory)
-    color = sys.stderr.isatty()
-    return Supervisor(
-        directory,
-        examine=lambda _, live: examiner.update(live=live),
-        say=lambda line: print(f"[model-check] {line}", file=sys.stderr, flush=True),
-        show=lambda verdict: print(render(verdict, color=color), file=sys.stderr, flush=True),
-        request_flight=request,
-        limits=limits,
-    )
-
-
 def _run_script(
     words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float
 ) -> tuple[Verdict, RunDir]:
+    from model_check.cli.supervision import supervisor_for
     from model_check.launch.foreign import ForeignScript, run_script
     from model_check.observe.environment import snapshot_environment
 
@@ -95,7 +80,7 @@ def _run_script(
     script.check()
     directory = RunDir.create(run_dir)
     write_json_atomic(directory.environment, snapshot_environment())
-    supervisor = _supervisor(directory, Limits(kill_after_s=hang_kill_after_s))
+    supervisor = supervisor_for(directory, Limits(kill_after_s=hang_kill_after_s))
     result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor)
     if result.outcome == "interrupted":
         supervisor.note_stop(f"interrupted: {result.message}")
@@ -103,6 +88,7 @@ def _run_script(
 
 
 def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float) -> tuple[Verdict, RunDir]:
+    from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
     from model_check.launch.injection import injected_environment
 
@@ -110,7 +96,7 @@ def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: floa
         raise UsageError(f"there is no command {words[0]}", remedy="check the command after --")
     directory = RunDir.create(run_dir)
     limits = Limits(kill_after_s=hang_kill_after_s, own_launcher_s=_OWN_LAUNCHER_S)
-    supervisor = _supervisor(directory, limits)
+    supervisor = supervisor_for(directory, limits)
     env = injected_environment(directory, os.environ)
     result = run_command(words, run_dir=directory, env=env, supervisor=supervisor)
     outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
@@ -121,15 +107,7 @@ def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: floa
 
 
 def _show_end(verdict: Verdict, directory: RunDir) -> None:
-    from model_check.diagnose import render
+    from model_check.cli.supervision import short, show_findings
 
-    sys.stdout.flush()
-    if verdict.findings:
-        print(render(verdict, color=sys.stderr.isatty()), file=sys.stderr)
-    print(f"[model-check] {verdict.outcome}; run directory: {_short(directory.root)}", file=sys.stderr, flush=True)
-
-
-def _short(path: Path) -> str:
-    """Relative where that is shorter, so that it can be typed after `model-check diagnose`."""
-    relative = os.path.relpath(path)
-    return relative if len(relative) < len(str(path)) else str(path)
+    show_findings(verdict)
+    print(f"[model-check] {verdict.outcome}; run directory: {short(directory.root)}", file=sys.stderr, flush=True)

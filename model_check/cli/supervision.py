@@ -12,7 +12,7 @@ from model_check.observe.service import request
 from model_check.rundir import RunDir, Verdict
 
 
-def supervisor_for(directory: RunDir, hang_kill_after_s: float) -> Supervisor:
+def supervisor_for(directory: RunDir, limits: Limits) -> Supervisor:
     """A supervisor whose findings come from the rules and go to standard error."""
     examiner = Examiner(directory)
     color = sys.stderr.isatty()
@@ -22,7 +22,7 @@ def supervisor_for(directory: RunDir, hang_kill_after_s: float) -> Supervisor:
         say=lambda line: print(f"[model-check] {line}", file=sys.stderr, flush=True),
         show=lambda verdict: print(render(verdict, color=color), file=sys.stderr, flush=True),
         request_flight=request,
-        limits=Limits(kill_after_s=hang_kill_after_s),
+        limits=limits,
     )
 
 

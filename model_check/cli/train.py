@@ -139,12 +139,13 @@ def _train_here(
     from model_check.engine.data_spec import data_spec
     from model_check.launch.console import ConsoleOptions
     from model_check.launch.job import launch_job
+    from model_check.launch.supervisor import Limits
 
     directory = RunDir.create(run_dir, resuming=resume is not None)
     _write_identity(directory, config)
     Verdict(world_size=ranks * nnodes).write(directory.verdict)
     prepare_with_progress(config)
-    supervisor = supervisor_for(directory, config.launch.hang_kill_after_s)
+    supervisor = supervisor_for(directory, Limits(kill_after_s=config.launch.hang_kill_after_s))
     result = launch_job(
         train_rank,
         TrainOrder(config, resume),

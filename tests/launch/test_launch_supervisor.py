@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -276,6 +278,25 @@ def test_it_says_what_it_waits_for(make_job: Any) -> None:
     job.poll_until(lambda: job.said)
     assert job.said[0].startswith("rank 0 has been saving a checkpoint for ")
     assert job.said[0].endswith(" s; 1 rank waits for it")
+
+
+def test_the_last_words_of_a_rank_are_heard_at_the_next_turn(make_job: Any) -> None:
+    raised = Finding("MC301", "rank 1 raised ValueError", certainty="observed", ranks=[1])
+    job = make_job(raised, limits=Limits(examine_every_s=1000.0))
+    job.supervisor.poll()
+    job.supervisor.journal.write("stall")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        events = JsonlWriter(job.run_dir.events(1))
+        events.write({"t": 1.0, "event": "memory", "rss": 1})
+        job.supervisor.poll()
+        assert job.supervisor.verdict.findings == []
+        events.write({"t": 2.0, "event": "exception", "message": f"port: {port}, name: EADDRINUSE"})
+        job.supervisor.poll()
+        events.close()
+    assert [finding.code for finding in job.supervisor.verdict.findings] == ["MC301"]
+    (taken,) = [record for record in job.events() if record["event"] == "port"]
+    assert (taken["port"], taken["holder_pid"]) == (port, os.getpid())
 
 
 def test_watching_costs_next_to_nothing(make_job: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Runner, injected_environment, rank_environment, run_ranks
+from observed_runs import Runner, injected_environment, rank_environment, run_ranks
 
 from model_check.observe import inject_path
 from model_check.rundir import RunDir, read_jsonl
@@ -155,6 +155,12 @@ def _interpreter(version: str) -> str | None:
         return sys.executable
     found = sorted(Path(sys.base_prefix).parent.glob(f"{version}.*/bin/python3"))
     return str(found[0]) if found else None
+
+
+def test_an_exception_swallowed_just_before_the_end_is_not_forgotten(run: Runner) -> None:
+    seen = run("import sys\ntry:\n    int('x')\nexcept ValueError as e:\n    print(e)\nsys.exit(0)")
+    assert [e["type"] for e in seen.events("swallowed_exception")] == ["ValueError"]
+    assert [(e["code"], e["user_frame"]["line"]) for e in seen.events("exit")] == [(0, 6)]
 
 
 def test_a_loop_that_retries_does_not_fill_the_disk(run: Runner) -> None:

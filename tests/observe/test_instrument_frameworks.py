@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import run_ranks
+from observed_runs import run_ranks
 
 from model_check.rundir import RunDir
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import Runner, free_port, injected_environment, rank_environment
+from observed_runs import Runner, free_port, injected_environment, rank_environment
 
 from model_check.observe.service import request
 from model_check.rundir import RunDir

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Outcome, last_json, run_ranks
+from observed_runs import Outcome, last_json, run_ranks
 
 from model_check.rundir import RunDir
 from model_check.rundir.ring import FLAG_ASYNC, FLAG_NATIVE, Crumb

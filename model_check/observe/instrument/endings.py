@@ -58,6 +58,7 @@ class _Ending:
         if self.exception is not None:
             BOX.event("exit", code=1, via="exception")
         else:
+            NOTES.moved_on()
             BOX.event("exit", **(self.exit_call or {"code": 0, "via": "return"}))
 
 
