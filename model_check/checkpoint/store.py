@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from model_check.errors import CheckpointError
 
@@ -59,6 +58,8 @@ def save(directory: Path, step: int, state: dict[str, Any], extra: dict[str, Any
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     _barrier()
+    import torch.distributed.checkpoint as dcp  # DTensor and sympy come with it: a second that many runs do not need
+
     dcp.save(state, checkpoint_id=staging, no_dist=not dist.is_initialized())
     if _is_first():
         _commit(staging, target, step, extra)
@@ -127,6 +128,8 @@ def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def load(checkpoint: Checkpoint, state: dict[str, Any]) -> dict[str, Any]:
     """Fills `state` in place and returns the manifest's extra."""
+    import torch.distributed.checkpoint as dcp
+
     dcp.load(state, checkpoint_id=checkpoint.path, no_dist=not dist.is_initialized())
     extra: dict[str, Any] = checkpoint.manifest["extra"]
     return extra

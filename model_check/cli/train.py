@@ -172,6 +172,14 @@ def _train_here(
 
 def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:
     """What the ranks import before their first step; only compiling needs dynamo and inductor."""
-    modules = ("torch", "torch.distributed", "torch.nn.parallel", "torch.optim", "model_check.cli.rank")
+    modules: tuple[str, ...] = (
+        "torch",
+        "torch.distributed",
+        "torch.nn.parallel",
+        "torch.optim",
+        "model_check.cli.rank",
+    )
     compiles = config.training.compile == "on" or (config.training.compile == "auto" and on_gpu)
+    if config.checkpoint.interval:
+        modules += ("torch.distributed.checkpoint.state_dict",)
     return (*modules, "torch._dynamo", "torch._inductor.compile_fx") if compiles else modules

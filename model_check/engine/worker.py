@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from model_check.checkpoint import salvage, store
 from model_check.config import Config, resolve_shape
@@ -60,6 +59,8 @@ class Session:
     tokens_before: int = 0
 
     def state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
         model, optimizer = get_state_dict(self.bare_model, self.train_step.optimizer)
         return {"model": model, "optimizer": optimizer}
 
@@ -73,6 +74,8 @@ class Session:
         }
 
     def restore(self, checkpoint: store.Checkpoint) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
         with span("load", str(checkpoint.path)):
             state = self.state()
             extra = store.load(checkpoint, state)

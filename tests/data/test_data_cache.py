@@ -42,7 +42,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200)
 @given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_is_found(split: Path, name: str, place: float, bit: int) -> None:
     path = split / name
@@ -113,7 +113,7 @@ def test_another_format_is_not_read(split: Path) -> None:
         path.write_text(whole, encoding="utf-8")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     batches=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=30), min_size=1, max_size=6),
     vocab_size=st.sampled_from([300, 65_536, 65_537, 150_000]),

@@ -18,7 +18,7 @@ from model_check.data.permutation import Permutation
 from model_check.errors import DataError
 
 CONTEXT = 4
-with_fixtures = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+with_fixtures = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @given(size=st.integers(1, 5000), seed=st.integers(-(2**40), 2**70), epoch=st.integers(0, 1000))

@@ -113,10 +113,10 @@ def test_a_small_model_reaches_the_floor(tmp_path: Path) -> None:
     spec = DataSpec(cache_dir=tmp_path, tokenizer="bytes", samples=6000, context_length=128, validation_fraction=0.0)
     cache = prepare(spec).train
     model = torch.nn.Sequential(torch.nn.Embedding(257, 64), torch.nn.RMSNorm(64), torch.nn.Linear(64, 257))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=0.0)
     losses = []
     with BatchLoader(cache, batch_size=8, context_length=128) as loader:
-        for _ in range(200):
+        for _ in range(150):
             batch = next(loader)
             loss = torch.nn.functional.cross_entropy(model(batch.tokens).flatten(0, 1), batch.targets.flatten())
             optimizer.zero_grad()
@@ -124,4 +124,4 @@ def test_a_small_model_reaches_the_floor(tmp_path: Path) -> None:
             optimizer.step()
             losses.append(loss.item())
     assert losses[0] > 5.0
-    assert np.mean(losses[-40:]) == pytest.approx(entropy_floor(spec), rel=0.03)
+    assert np.mean(losses[-30:]) == pytest.approx(entropy_floor(spec), rel=0.03)

@@ -92,7 +92,7 @@ def _word_cache(serialised: str, eos_id: int) -> WordCache:
 
 
 @pytest.mark.parametrize("name", list(PLAIN_AND_FAST))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80)
 @given(documents=st.lists(WITH_ADDED_TOKENS | ASCII, max_size=4))
 def test_the_word_cache_gives_the_ids_of_the_plain_call(name: str, documents: list[str]) -> None:
     plain, fast = _plain_and_fast(name)
@@ -103,6 +103,7 @@ def test_the_word_cache_gives_the_ids_of_the_plain_call(name: str, documents: li
 
 
 @pytest.mark.parametrize("name", list(PLAIN_AND_FAST))
+@settings(max_examples=30)
 @given(text=WITH_ADDED_TOKENS)
 def test_the_parts_of_a_text_are_the_text(name: str, text: str) -> None:
     split = splitter(PLAIN_AND_FAST[name])

@@ -17,6 +17,7 @@ CONTROLS = HERE / "controls"
 HANG_S = 10.0  # the promise: from the fault to the finding
 CRASH_S = 2.0
 SLOW_S = 25.0  # a rate needs a history before it can be called one
+TREND_S = 45.0  # and a trend a longer one
 
 Form = Literal["run", "python", "torchrun"]  # run SCRIPT · run -- python SCRIPT · run -- torchrun … SCRIPT
 Stdin = Literal["null", "open", "closed"]
@@ -193,7 +194,7 @@ SLOWNESS = (
     slow("straggler", "MC701", (1,)),
     slow("data_bound", "MC702", (0, 1)),
     slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
-    slow("leak", "MC705", (0,)),
+    Fault("leak", frozenset({"MC705"}), (0,), TREND_S, severity="warning"),
 )
 
 FRAMEWORKS = (

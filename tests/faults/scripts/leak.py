@@ -13,9 +13,9 @@ faultclock.fired()
 model = DDP(torch.nn.Linear(64, 64))
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
 history = []
-for step in range(700):
-    x = torch.randn(2048, 64)
-    loss = model(x).pow(2).mean()
+for step in range(1200):
+    x = torch.randn(2048, 64)  # FAULT-ALSO
+    loss = model(x).pow(2).mean()  # FAULT-ALSO
     loss.backward()
     opt.step()
     opt.zero_grad()
