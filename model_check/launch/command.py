@@ -24,7 +24,7 @@ from model_check.launch.failures import RankExit
 from model_check.launch.guard import Guard
 from model_check.launch.hooks import EndJob
 from model_check.launch.supervisor import Supervisor
-from model_check.observe.environment import redact_argv
+from model_check.observe.redaction import redact_argv
 from model_check.rundir import RunDir
 from model_check.rundir.ring import read_header
 

@@ -17,7 +17,7 @@ from typing import Any
 from model_check.launch import processes, stacks
 from model_check.launch.journal import Journal
 from model_check.launch.memorykills import MemoryKillWatch
-from model_check.observe.environment import redact_argv
+from model_check.observe.redaction import redact_argv
 from model_check.rundir import RunDir, write_json_atomic
 from model_check.rundir.ring import read_header
 

@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_check.observe.environment import (
-    REDACTED,
-    git_commit,
-    looks_secret,
-    redact_argv,
-    redact_text,
-    redact_variables,
-)
+from model_check.observe.environment import git_commit
+from model_check.observe.redaction import REDACTED, looks_secret, redact_argv, redact_text, redact_variables
 
 SECRETS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=6, max_size=40).filter(
     lambda text: text not in REDACTED and "@" not in text

@@ -18,6 +18,7 @@ from typing import Any
 
 from model_check.observe.instrument.frames import UserCode
 from model_check.observe.recorder import DTYPE, OP, PHASE, Recorder
+from model_check.observe.redaction import redact_argv
 from model_check.rundir.files import JsonlWriter
 from model_check.rundir.paths import RunDir
 from model_check.rundir.ring import BEGIN, END, POINT, kind, read_header
@@ -84,7 +85,7 @@ class BlackBox:
             "python": sys.version.split()[0],
             "script": self.code.script,
             "cwd": self.code.cwd,
-            "argv": _shown_argv(),
+            "argv": redact_argv(sys.orig_argv, os.environ),
             "torch": None,
             "backend": None,
             "service": None,
@@ -174,15 +175,6 @@ def rank_from_environment(environ: Mapping[str, str]) -> int | None:
         if whole_number(environ, size) is not None and (found := whole_number(environ, rank)) is not None:
             return found
     return None
-
-
-def _shown_argv() -> list[str]:
-    try:
-        from model_check.observe.environment import redact_argv
-    except ImportError:
-        # The script's environment lacks what that file needs: better no arguments than a secret among them.
-        return sys.orig_argv[:1]
-    return redact_argv(sys.orig_argv, os.environ)
 
 
 __all__ = ["BOX", "DTYPE", "OP", "PHASE", "BlackBox", "SpanKind", "rank_from_environment", "whole_number"]

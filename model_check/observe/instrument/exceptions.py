@@ -16,12 +16,12 @@ from collections import Counter
 from typing import Any, TextIO
 
 from model_check.observe.instrument.box import BOX
+from model_check.observe.redaction import redact_text, secret_values
 
 # A loop that fails and retries for hours must not fill the disk, nor hide a fault at another line.
 _MAX_SWALLOWED = 200
 _MAX_PER_LINE = 3
 _MAX_MESSAGE = 4000
-_SHORTEST_SECRET = 6
 # Control flow, not faults.
 _ORDINARY = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt, ImportError)
 
@@ -48,13 +48,7 @@ def summarize(error: BaseException) -> dict[str, Any]:
 
 
 def _shown(message: str) -> str:
-    try:
-        from model_check.observe.environment import looks_secret, redact_text
-    except ImportError:
-        # The script's environment lacks what that file needs; the script prints this message itself.
-        return message[:_MAX_MESSAGE]
-    secrets = [value for name, value in os.environ.items() if looks_secret(name) and len(value) >= _SHORTEST_SECRET]
-    return redact_text(message[:_MAX_MESSAGE], secrets)
+    return redact_text(message[:_MAX_MESSAGE], secret_values(os.environ))
 
 
 def _raised_at(error: BaseException) -> tuple[type, str, int]:
