@@ -70,6 +70,12 @@ def _metrics(order: TrainOrder, place: Place, run_dir: RunDir) -> Iterator[Metri
         writer.close()
 
 
+def _print_line(line: str) -> None:
+    """In one write: under torchrun all ranks share one stream, and print() would write the newline apart."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def train_rank(context: RankContext, order: TrainOrder) -> None:
     """Trains as one rank. Asked to stop, it exits with 75 after a save, or with 143."""
     config = order.config
@@ -81,7 +87,7 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
     torch.set_num_threads(threads)
 
     def say(line: str) -> None:
-        print(f"[{context.label}] {line}", flush=True)
+        _print_line(f"[{context.label}] {line}")
 
     join(place, backend=config.system.backend, timeout_s=config.system.timeout_s)
     data = prepare(data_spec(config))
@@ -101,7 +107,7 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
             if metrics is not None:
                 metrics.write(info.record())
             if info.step % config.training.log_interval == 0 or info.step == config.training.max_steps - 1:
-                print(
+                _print_line(
                     step_line(
                         context.label,
                         info.step,
@@ -110,8 +116,7 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
                         info.lr,
                         info.grad_norm,
                         info.eta_s,
-                    ),
-                    flush=True,
+                    )
                 )
             step_done()
 

@@ -119,7 +119,6 @@ WRONG_VALUES = [
     ({"parallel": {"context": 2}}, "MC860", "parallel.context=2", "set it to 1"),
     ({"parallel": {"activation_checkpointing": "full"}}, "MC860", "activation_checkpointing=full", "set it to none"),
     ({"fsdp": {"cpu_offload": True}}, "MC860", "fsdp.cpu_offload=true", "set it to false"),
-    ({"training": {"precision": "fp8"}}, "MC860", "training.precision=fp8", "set it to bf16"),
 ]
 
 

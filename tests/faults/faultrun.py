@@ -125,7 +125,8 @@ def command_of(form: Form, nproc: int, run_dir: Path | None, script: Path, argum
         return [*([*ours, "--"] if run_dir else []), sys.executable, *job]
     if form == "torchrun":
         return [*([*ours, "--"] if run_dir else []), *torchrun, *job]
-    return [*ours, "--nproc", str(nproc), *job] if run_dir else [*torchrun, *job]
+    # torchrun's own `python -u` would write every word of a print by itself, and mix those of two ranks.
+    return [*ours, "--nproc", str(nproc), *job] if run_dir else [*torchrun, "--no-python", sys.executable, *job]
 
 
 @contextmanager
@@ -275,7 +276,7 @@ def _wrong_in(finding: dict[str, Any], fault: Fault, values: dict[str, str]) -> 
 
 def results_in(output: str) -> list[str]:
     """The RESULT lines of a control, whatever prefix the launcher puts in front, in a fixed order."""
-    return sorted(match.rstrip() for match in re.findall(r"RESULT .*", output))
+    return sorted(match.rstrip() for match in re.findall(r"RESULT (?:(?!RESULT).)*", output))
 
 
 def observe_control(control: Control, folder: Path) -> Observation:

@@ -41,7 +41,7 @@ def main():
             folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(folder)
             dcp.save(get_model_state_dict(model), checkpoint_id=os.path.join(folder[0], "step10"))
-    print("RESULT", dist.get_rank(), repr(loss.item()), repr(norm.full_tensor().item()))
+    print(f"RESULT {dist.get_rank()} {loss.item()!r} {norm.full_tensor().item()!r}")
     dist.destroy_process_group()
 
 
