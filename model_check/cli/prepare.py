@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from model_check.cli.flags import configured
 from model_check.config import Config
-from model_check.data import PreparedData, verify
+from model_check.data import PreparedData
 from model_check.data import prepare as prepare_data
 from model_check.engine.data_spec import data_spec
 
@@ -41,10 +41,12 @@ def _progress() -> Iterator[Any]:
         yield lambda done, total, eta_s: bar.update(task, completed=done, total=total)
 
 
-def prepare_with_progress(config: Config) -> PreparedData:
+def prepare_with_progress(config: Config, *, verify: bool = False) -> PreparedData:
     """Prepares the data a configuration asks for and says in one line what came of it."""
     with _progress() as progress:
-        prepared = prepare_data(data_spec(config), progress=progress)
+        prepared = prepare_data(
+            data_spec(config), progress=progress, waiting=lambda why: typer.echo(f"data: {why}"), verify=verify
+        )
     for message in prepared.messages:
         typer.echo(f"data: {message}")
     how = f"prepared in {prepared.seconds:.1f} s" if prepared.built else "from the cache"
@@ -63,9 +65,6 @@ def prepare(
 
     Example: model-check prepare --preset debug --verify
     """
-    prepared = prepare_with_progress(configured(preset, debug, config or [], overrides or []))
+    prepare_with_progress(configured(preset, debug, config or [], overrides or []), verify=check)
     if check:
-        for cache in (prepared.train, prepared.valid):
-            if cache is not None:
-                verify(cache)
         typer.echo("data: every block matches its checksum")

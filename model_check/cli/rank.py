@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from model_check.config import Config, to_jsonable
-from model_check.data import prepare
+from model_check.data import check_vocabulary, prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place, join, leave
 from model_check.engine.profile import profiled
 from model_check.engine.worker import assemble, find_checkpoint, fit, open_loader
 from model_check.launch import RankContext, step_line
+from model_check.models import Llama
 from model_check.observe import instrument
 from model_check.observe.metrics import MetricsWriter, Sink, TensorBoardSink, WandbSink
 from model_check.rundir import RunDir
@@ -92,6 +93,8 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
     join(place, backend=config.system.backend, timeout_s=config.system.timeout_s)
     data = prepare(data_spec(config))
     session = assemble(config, place, open_loader(config, place, data.train), held_out=data.valid)
+    if isinstance(session.bare_model, Llama):
+        check_vocabulary(data.train, session.bare_model.shape.vocab_size)
     checkpoint_dir = Path(config.checkpoint.dir)
     checkpoint, notes = find_checkpoint(order.resume, checkpoint_dir)
     if place.is_first:

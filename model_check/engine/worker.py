@@ -23,7 +23,7 @@ from model_check.engine.place import Place
 from model_check.engine.precision import Precision
 from model_check.engine.schedule import rate_factor
 from model_check.engine.step import TrainStep, replicate
-from model_check.errors import CheckpointError
+from model_check.errors import CheckpointError, UsageError
 from model_check.models import Llama, apply_compile, build_model, load_pretrained
 from model_check.models.fp8 import apply_fp8
 from model_check.observe.instrument.spans import span
@@ -188,8 +188,15 @@ def _evaluator(session: Session) -> Callable[[int], float | None]:
     """Evaluates every eval_interval steps on the same held-out samples."""
     config, place = session.config, session.place
     held_out = session.held_out
+    needed = config.training.batch_size * place.world_size
     if not config.training.eval_interval or held_out is None:
         return lambda step: None
+    available = held_out.samples(config.training.context_length)
+    if available < needed:
+        raise UsageError(
+            f"the {available} held-out samples do not fill one batch of {needed}",
+            remedy="raise data.validation_fraction or data.samples, or set training.eval_interval=0",
+        )
 
     def batches() -> Iterator[Any]:
         loader = BatchLoader(
