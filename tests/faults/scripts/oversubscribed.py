@@ -12,7 +12,7 @@ faultclock.fired()
 model = DDP(torch.nn.Linear(512, 512))
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
 for _ in range(400):
-    model(torch.randn(128, 512)).pow(2).mean().backward()
+    model(torch.randn(128, 512)).pow(2).mean().backward()  # FAULT-ALSO
     opt.step()
     opt.zero_grad()
 dist.destroy_process_group()
