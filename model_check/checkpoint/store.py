@@ -80,9 +80,11 @@ def _commit(staging: Path, target: Path, step: int, extra: dict[str, Any]) -> No
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    replaced = target.with_name(f".replaced-{target.name}")
     if target.exists():
-        shutil.rmtree(target)
+        target.rename(replaced)
     staging.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _retain(directory: Path, keep: int) -> None:
@@ -91,8 +93,9 @@ def _retain(directory: Path, keep: int) -> None:
 
 
 def committed(directory: Path) -> list[Path]:
-    """Committed checkpoints, oldest step first."""
-    return sorted(p for p in directory.glob("step_*") if (p / MANIFEST).is_file())
+    """Committed checkpoints in the order of their commits: another run in the same folder may be at a later step."""
+    found = [p for p in directory.glob("step_*") if (p / MANIFEST).is_file()]
+    return sorted(found, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, p.name))
 
 
 def verify(path: Path) -> Checkpoint:

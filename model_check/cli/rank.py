@@ -103,6 +103,8 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
     if checkpoint is not None:
         session.restore(checkpoint)
         say(f"resume: continuing after step {checkpoint.step} from {checkpoint.path}")
+        if place.is_first and session.first_step >= config.training.max_steps:
+            say(f"resume: nothing left to do, training.max_steps is {config.training.max_steps}")
     trace_dir = run_dir.root / "profile" if config.training.profile and place.is_first else None
     with _metrics(order, place, run_dir) as metrics, profiled(trace_dir) as step_done:
 
@@ -121,6 +123,8 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
                         info.eta_s,
                     )
                 )
+            if info.val_loss is not None and place.is_first:
+                say(f"Eval [{info.step}/{config.training.max_steps}] | Val Loss: {info.val_loss:.4f}")
             step_done()
 
         last = fit(

@@ -13,18 +13,21 @@ from model_check.rundir import RunDir, read_jsonl
 WARMUP_STEPS = 3
 
 
-def summary_lines(run_dir: RunDir, log_dir: Path, *, entropy_floor: float | None = None) -> list[str]:
+def summary_lines(
+    run_dir: RunDir, log_dir: Path, *, outcome: str = "completed", entropy_floor: float | None = None
+) -> list[str]:
     """Final loss, speed, and the two folders a person needs next."""
     records = read_jsonl(run_dir.metrics).records
     lines = []
     if records:
-        lines.append(_result_line(records, entropy_floor))
+        word = {"completed": "done", "interrupted": "stopped"}.get(outcome, outcome)
+        lines.append(f"{word}: {_result(records, entropy_floor)}")
     lines.append(f"run directory  {short(run_dir.root)}")
     lines.append(f"logs           {log_dir}")
     return lines
 
 
-def _result_line(records: list[dict[str, Any]], entropy_floor: float | None) -> str:
+def _result(records: list[dict[str, Any]], entropy_floor: float | None) -> str:
     last = records[-1]
     steady = records[WARMUP_STEPS:] or records
     speed = statistics.median(r["tokens_per_s"] for r in steady)
@@ -36,4 +39,4 @@ def _result_line(records: list[dict[str, Any]], entropy_floor: float | None) -> 
     if mfu:
         parts.append(f"MFU {statistics.median(mfu):.1%}")
     parts.append(f"peak {max(r['memory_gib'] for r in records):.1f} GiB")
-    return "done: " + ", ".join(parts)
+    return ", ".join(parts)

@@ -16,6 +16,7 @@ from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, 
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 
 CPU_RANKS = 2
+LARGE_ON_A_CPU = 200_000_000  # parameters
 
 
 def train(
@@ -141,6 +142,8 @@ def _train_here(
     from model_check.launch.job import launch_job
     from model_check.launch.supervisor import Limits
 
+    _check_checkpoint_folder(config)
+    _warn_of_a_large_model_on_the_cpu(config, chosen)
     directory = RunDir.create(run_dir, resuming=resume is not None)
     _write_identity(directory, config)
     Verdict(world_size=ranks * nnodes).write(directory.verdict)
@@ -165,9 +168,39 @@ def _train_here(
         supervisor.note_stop(result.message)
     show_findings(supervisor.finish(result.outcome, result.exits, result.exit_code))
     floor = entropy_floor(data_spec(config)) if config.data.dataset == "synthetic" else None
-    for line in summary_lines(directory, result.log_dir, entropy_floor=floor):
+    for line in summary_lines(directory, result.log_dir, outcome=result.outcome, entropy_floor=floor):
         typer.echo(line)
     return result.exit_code
+
+
+def _check_checkpoint_folder(config: Config) -> None:
+    """Before the first step: a folder that cannot be written would be noticed only at the first save."""
+    if not config.checkpoint.interval:
+        return
+    folder = Path(config.checkpoint.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        raise UsageError(
+            f"checkpoint.dir={folder} cannot be written to", remedy="name another folder, or set checkpoint.interval=0"
+        )
+
+
+def _warn_of_a_large_model_on_the_cpu(config: Config, chosen: list[Gpu]) -> None:
+    from model_check.config import resolve_shape
+    from model_check.data import load_tokenizer
+
+    if chosen:
+        return
+    parameters = resolve_shape(config.model, load_tokenizer(config.data.tokenizer).vocab_size).parameters()
+    if parameters > LARGE_ON_A_CPU:
+        typer.echo(
+            f"warning: {parameters / 1e9:.1f} B parameters on CPU ranks take minutes a step; try --preset debug",
+            err=True,
+        )
 
 
 def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:

@@ -133,6 +133,9 @@ def load_config(
 
 
 def _checked(layers: _Layers, source: str) -> Config:
+    if any(problem.code == codes.UNKNOWN_PRESET for problem in layers.problems):
+        # Without its preset most of a configuration is missing; what else seems wrong follows from that.
+        raise ConfigError(layers.problems, source)
     config, problems = parse_values(layers.values, layers.origins)
     problems = layers.problems + problems
     if problems or config is None:

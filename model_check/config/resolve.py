@@ -122,12 +122,12 @@ def _reshaped(model: ModelSection, base: ModelShape) -> list[Problem]:
 def _head_problems(model: ModelSection, base: ModelShape | None) -> list[Problem]:
     hidden = model.hidden_size or (base.hidden_size if base else None)
     heads = model.num_heads or (base.num_heads if base else None)
-    kv_heads = model.num_kv_heads or (base.num_kv_heads if base else heads)
+    kv_heads = _kv_heads(model, base)
     problems = []
     if hidden and heads and not _keeps_heads(model, base):
         if hidden % heads:
-            below = hidden - hidden % heads
-            choices = " or ".join(str(size) for size in (below, below + heads) if size)
+            below = hidden - hidden % (2 * heads)
+            choices = " or ".join(str(size) for size in (below, below + 2 * heads) if size)
             problems.append(
                 Problem(
                     codes.HIDDEN_NOT_DIVISIBLE,
@@ -161,6 +161,14 @@ def _head_problems(model: ModelSection, base: ModelShape | None) -> list[Problem
     return problems
 
 
+def _kv_heads(model: ModelSection, base: ModelShape | None) -> int | None:
+    """As asked; else the shape's own, unless other num_heads were asked for that it does not divide."""
+    heads = model.num_heads or (base.num_heads if base else None)
+    if model.num_kv_heads or base is None:
+        return model.num_kv_heads or heads
+    return heads if heads and heads % base.num_kv_heads else base.num_kv_heads
+
+
 def _keeps_heads(model: ModelSection, base: ModelShape | None) -> bool:
     """Whether the head dimension is the base's own (which a folder may set apart from hidden_size / num_heads)."""
     return (
@@ -175,6 +183,7 @@ def _assemble(model: ModelSection, base: ModelShape | None, vocab_size: int) -> 
         hidden, heads = explicit["hidden_size"], explicit["num_heads"]
         derived = {"num_kv_heads": heads, "intermediate_size": _default_intermediate(hidden)}
         return ModelShape(**{**derived, **explicit, "head_dim": hidden // heads})
+    explicit["num_kv_heads"] = _kv_heads(model, base)
     shape = replace(base, **explicit)
     return shape if _keeps_heads(model, base) else replace(shape, head_dim=shape.hidden_size // shape.num_heads)
 

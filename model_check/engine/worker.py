@@ -268,13 +268,15 @@ def fit(
             stopping = info.stop and interval > 0
             if checkpoint_dir is not None and (saves_after(info.step) or stopping):
                 with span("save", str(checkpoint_dir)):
-                    store.save(
+                    saved = store.save(
                         checkpoint_dir,
                         info.step,
                         session.state(),
                         session.extra(info.step, info.tokens),
                         keep=config.checkpoint.keep,
                     )
+                if session.place.is_first:
+                    say(f"checkpoint: {saved}")
     except Exception:
         _salvage(session, info.step + 1 if info else session.first_step, checkpoint_dir, say)
         raise

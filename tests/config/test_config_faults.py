@@ -55,7 +55,7 @@ WRONG_VALUES = [
         {"model": {"hidden_size": 1000, "num_heads": 16}},
         "MC820",
         "model.hidden_size must be divisible by model.num_heads, but 1000 / 16 = 62.5",
-        "set model.hidden_size to 992 or 1008",
+        "set model.hidden_size to 992 or 1024",
     ),
     ({"model": {"num_kv_heads": 3}}, "MC821", "4 / 3 = 1.33333", "one of 1, 2, 4"),
     ({"model": {"hidden_size": 60}}, "MC822", "odd head dimension of 15", "even"),

@@ -8,8 +8,9 @@ from model_check.diagnose.catalogue.hanging import HANGING
 from model_check.diagnose.catalogue.pages import as_markdown, as_text
 from model_check.diagnose.catalogue.slowness import SLOWNESS
 from model_check.diagnose.catalogue.starting import STARTING
+from model_check.diagnose.catalogue.storing import STORING
 
-CATALOGUE: dict[str, Entry] = {**STARTING, **HANGING, **CRASHING, **SLOWNESS}
+CATALOGUE: dict[str, Entry] = dict(sorted({**STARTING, **HANGING, **CRASHING, **SLOWNESS, **STORING}.items()))
 
 
 def explain(code: str) -> str:

@@ -97,7 +97,7 @@ CRASHING: dict[str, Entry] = {
         "A rank cannot import a module.",
         "A package is missing in the environment of that host, or a name does not exist in the installed version.",
         "ImportError or ModuleNotFoundError on the rank.",
-        ("install the package in the environment of every host", "compare versions: model-check doctor"),
+        ("install the package in the environment of every host", "compare what is installed: pip list on both"),
         "ModuleNotFoundError: No module named 'flash_attn'   # rank 9 only",
     ),
     "MC311": Entry(

@@ -12,7 +12,9 @@ _FAMILIES = {
     "MC2": "Hang",
     "MC3": "Crash",
     "MC5": "Memory",
+    "MC6": "Checkpoint",
     "MC7": "Slow",
+    "MC9": "Data",
 }
 _WIDTH = 96
 
