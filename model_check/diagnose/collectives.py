@@ -94,7 +94,7 @@ def _mismatch(table: GroupTable, calls: dict[int, Issue]) -> Kind | None:
     if len(sizes) > 1:
         if op in SAME_SIZE_OPS:
             return "shape"
-        if op == "all_gather" and not all(table.came_back(issue) for issue in issues):
+        if op == "all_gather" and not all(table.completed(issue) for issue in issues):
             if _leaves_routine(table, issues):
                 return "op"
             return "shape" if table.equal_gathers else None

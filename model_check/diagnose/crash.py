@@ -5,6 +5,7 @@ A rank whose error only says that a peer is gone is a victim, whatever its exit 
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import make_finding, waiting_text
-from model_check.diagnose.frames import Frame
+from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
-from model_check.diagnose.mismatch import last_swallowed, raised_at, swallowed_finding, user_frame
+from model_check.diagnose.mismatch import last_swallowed, loader_frame, raised_at, swallowed_finding, user_frame
 from model_check.diagnose.victims import is_lost_peer
 from model_check.diagnose.waits import Wait
 from model_check.rundir import Finding
@@ -69,6 +70,8 @@ def find_failures(evidence: Evidence) -> list[Failure]:
         ):
             continue
         began = _time(exception) or (end.t if end is not None else evidence.now)
+        if exception is not None and began >= evidence.signals_sent.get(rank.rank, math.inf):
+            continue  # how it leaves when it is told to is no failure
         ended_by_us = exception is None and end is not None and evidence.stands(rank.rank)
         failures.append(Failure(rank, began, exception, ended_by_us or _says_lost_peer(rank, exception)))
     first = min((f.began for f in failures if not f.victim), default=None)
@@ -165,7 +168,8 @@ def _exception_finding(
 ) -> Finding:
     exception = root.exception or {}
     code, about = classify_exception(exception, evidence=evidence, ranks=ranks)
-    frame = raised_at(root.rank, exception)
+    # torch notices the end of a worker in a signal handler, wherever the rank happens to be at that time.
+    frame = (loader_frame(root.rank) if code == "MC216" else None) or raised_at(root.rank, exception)
     kind = str(exception.get("type", "exception"))
     message = str(exception.get("message", "")).strip()
     first_line = message.split("\n")[0]
@@ -256,7 +260,7 @@ def _explain_signal(
 
 
 def _crash_frame(rank: RankEvidence) -> Frame | None:
-    return next((f for f in rank.fault_frames if f.is_user_code), None) or rank.last_site()
+    return innermost_user(rank.fault_frames) or rank.last_site()
 
 
 def _exit_code_finding(

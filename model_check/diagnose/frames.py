@@ -17,6 +17,7 @@ _STDLIB = tuple(
 # Installed packages live in these folders on every platform; a run directory may come from another machine, so the
 # paths of this interpreter alone do not decide.
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/model_check/")
+_OURS = re.compile(r"/model_check/(?!observe/|launch/)")
 _FOREIGN_STDLIB = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")
 _LOCK_FUNCTIONS = {"acquire", "__enter__", "wait", "join", "_wait_for_tstate_lock", "get", "put", "result", "wait_for"}
 _LOCK_FILES = ("threading.py", "queue.py", "concurrent/futures/_base.py", "multiprocessing/synchronize.py")
@@ -86,7 +87,7 @@ class ThreadStack:
 
     @property
     def user_frame(self) -> Frame | None:
-        return next((frame for frame in self.frames if frame.is_user_code), None)
+        return innermost_user(self.frames)
 
     @property
     def innermost(self) -> Frame | None:
@@ -102,10 +103,29 @@ def is_user_path(file: str) -> bool:
     return not (path.startswith(_STDLIB) or _FOREIGN_STDLIB.search(path))
 
 
+def innermost_user(frames: Iterable[Frame]) -> Frame | None:
+    """The user's line, of frames from the innermost outwards.
+
+    Where our own command line was entered, our trainer is the program, and whatever called it is only a door: then it
+    is the innermost line of ours that does the work.
+    """
+    ours = None
+    for frame in frames:
+        if frame.is_user_code:
+            return frame
+        path = frame.file.replace("\\", "/")
+        if ours is None and _OURS.search(path):
+            ours = frame
+        if "/model_check/cli/" in path:
+            break
+    return ours
+
+
 def _inner_part(thread: ThreadStack) -> Iterable[Frame]:
     """The frames below the user's innermost one: what the user's line called."""
+    user = thread.user_frame
     for frame in thread.frames:
-        if frame.is_user_code:
+        if frame is user:
             return
         yield frame
 

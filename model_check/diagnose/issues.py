@@ -89,6 +89,10 @@ class GroupTable:
         """The rank came back from this collective and went on to issue another one in the group."""
         return self.came_back(issue) and self.highest(issue.rank) > issue.seq
 
+    def completed(self, issue: Issue) -> bool:
+        """The call did its work, as far as can be known: one that C++ makes comes back as soon as it is issued."""
+        return self.passed(issue) if issue.native else self.came_back(issue)
+
     def history(self, rank: int, before: int) -> list[Issue]:
         return [issue for seq, issue in self.issues.get(rank, {}).items() if seq < before]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from model_check.diagnose.collectives import Divergence, Matcher, find_divergence, ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame
+from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable, Issue, flight_tables
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
@@ -157,12 +157,23 @@ def last_swallowed(evidence: Evidence, rank: int, before: float = 0.0) -> Mappin
         return record.get("type"), frame.site if frame is not None else ""
 
     peers = [r for r in evidence.ranks.values() if r.rank != rank]
-    common = [Counter(kind(record) for record in peer.happened("swallowed_exception")) for peer in peers]
-    own = evidence.of(rank).happened("swallowed_exception")
+    common = [Counter(kind(record) for record in _caught(peer)) for peer in peers]
+    own = _caught(evidence.of(rank))
     counts = Counter(kind(record) for record in own)
     alone = [r for r in own if not common or any(seen[kind(r)] < counts[kind(r)] for seen in common)]
     known = [r for r in alone if not before or _time(r) <= before]
     return known[-1] if known else _left_in_the_ring(evidence, rank, before)
+
+
+def _caught(rank: RankEvidence) -> list[Mapping[str, object]]:
+    """Exceptions from which the script went on, and those whose handler has itself called something recorded."""
+    settled = rank.happened("swallowed_exception")
+    if rank.exceptions:
+        return [*settled]
+    known = {_time(record) for record in settled}
+    last_call = max((c.time_ns for c in rank.crumbs if c.event == "begin"), default=0) / 1e9
+    handled = [r for r in rank.happened("raised") if _time(r) not in known and _time(r) < last_call]
+    return [*settled, *handled]
 
 
 def _left_in_the_ring(evidence: Evidence, rank: int, before: float) -> Mapping[str, object] | None:
@@ -199,7 +210,7 @@ def user_frame(record: Mapping[str, object]) -> Frame | None:
         return Frame.from_json(given)
     frames = record.get("frames")
     parsed = [Frame.from_json(f) for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
-    return next((f for f in reversed(parsed) if f.is_user_code), None)
+    return innermost_user(reversed(parsed))
 
 
 def raised_at(rank: RankEvidence, record: Mapping[str, object]) -> Frame | None:

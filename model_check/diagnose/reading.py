@@ -231,6 +231,9 @@ class Reader:
         began = whole(header.get("start_monotonic_ns")) / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
+        # A restarted rank appends to the file of its first life.
+        events = tuple(e for e in tail.records if (_seconds(e) or began) >= began - _EARLIER_LIFE_S)
+        exit = exit or _own_farewell(events, whole(header.get("pid")))
         dumps = (
             self._cached(p, partial(read_stacks, place=place))
             for p in self._files(self.run_dir.stacks_dir, f"{name}.*json")
@@ -245,8 +248,7 @@ class Reader:
             returned=log.returned,
             messages=log.messages,
             complete=log.complete,
-            # A restarted rank appends to the file of its first life.
-            events=tuple(e for e in tail.records if (_seconds(e) or began) >= began - _EARLIER_LIFE_S),
+            events=events,
             stacks=tuple(sorted((s for s in stacks if s.rank == rank), key=lambda s: (s.round, s.t))),
             samples=tuple(samples),
             flight=self._cached(flights[-1], read_flight) if flights else (),
@@ -311,6 +313,14 @@ def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankE
                 signal, code = -code, None  # subprocess's spelling of a signal death
             exits[rank] = RankExit(t=t, pid=whole(record.get("pid")), code=code, signal=signal)
     return exits, starts
+
+
+def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int) -> RankExit | None:
+    """A rank that says it leaves with code 0 takes part in nothing any more; its process may need seconds to end."""
+    for record in events:
+        if record.get("event") == "exit" and record.get("code") == 0 and record.get("pid") == pid:
+            return RankExit(t=_seconds(record), pid=pid, code=0, signal=None)
+    return None
 
 
 def _world_size(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidence]) -> int:

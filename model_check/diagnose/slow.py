@@ -28,6 +28,7 @@ STRAGGLER_SECONDS = 0.01
 DATA_BOUND_SHARE = 0.5
 DATA_BOUND_STEPS = 10
 OVERSUBSCRIBED = 3.0
+SATURATED = 0.8
 # Every rank has about this many threads that sleep: of gloo, of autograd, of the allocator and ours.
 IDLE_THREADS = 14
 LEAK_SAMPLES = 8
@@ -190,9 +191,10 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
     total = sum(threads.values())
     if len(threads) < 2 or total < OVERSUBSCRIBED * cores:
         return None
-    # Threads alone harm nobody: they must be wanting the processors.
+    # Threads alone harm nobody: there must be no processor left for them, whoever uses it.
     used = sum(_recent_cpu(r) for r in live)
-    if used < 0.8 * cores:
+    busy = max(used, _machine_cpu(evidence))
+    if busy < SATURATED * cores:
         return None
     return make_finding(
         "MC704",
@@ -201,7 +203,7 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
         frame=_phase_frame(evidence.of(min(threads)), "forward"),
         evidence=[
             "observed: compute threads, about: " + "; ".join(f"rank {r} {n}" for r, n in sorted(threads.items())[:8]),
-            f"observed: the ranks use {used:.1f} of {cores} cores",
+            f"observed: {busy:.1f} of {cores} cores are busy, {used:.1f} of them with these ranks",
         ],
         fix=[f"set OMP_NUM_THREADS={max(1, cores // max(1, len(threads)))} for this many ranks on {cores} cores"],
         severity="warning",
@@ -213,6 +215,17 @@ def _recent_cpu(rank: RankEvidence) -> float:
     samples = rank.samples[-5:]
     seconds = samples[-1].t - samples[0].t
     return (samples[-1].cpu_s - samples[0].cpu_s) / seconds if seconds > 0 else 0.0
+
+
+def _machine_cpu(evidence: Evidence) -> float:
+    """How many processors of the machine were busy during the newest samples; 0 where they do not say."""
+    seen = [
+        (float(record["t"]), float(record["machine_cpu_s"]))
+        for record in evidence.said("sample")[-5:]
+        if isinstance(record.get("machine_cpu_s"), (int, float)) and isinstance(record.get("t"), (int, float))
+    ]
+    seconds = seen[-1][0] - seen[0][0] if seen else 0.0
+    return (seen[-1][1] - seen[0][1]) / seconds if seconds > 0 else 0.0
 
 
 def _leaks(evidence: Evidence) -> list[Finding]:

@@ -20,7 +20,7 @@ from types import FrameType
 from model_check.errors import UsageError
 from model_check.launch import processes
 from model_check.launch.exits import ExitWatcher, ProcessExit, exit_code_recorded
-from model_check.launch.failures import RankExit
+from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit
 from model_check.launch.guard import Guard
 from model_check.launch.hooks import EndJob
 from model_check.launch.supervisor import Supervisor
@@ -75,6 +75,7 @@ class _CommandJob:
         self._signals: list[int] = []
         self._signalled_at: float | None = None
         self._ending: EndJob | None = None
+        self._stop_noted = False
 
     def run(self) -> CommandResult:
         caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -90,16 +91,27 @@ class _CommandJob:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             self._watcher.close()
-        code = self._process.returncode
         return CommandResult(
-            exit_code=self._ending.exit_code if self._ending else code if code >= 0 else 128 - code,
+            exit_code=self._exit_code(),
             exits=tuple(self._exits),
             ending=self._ending,
             interrupted=bool(self._signals),
         )
 
+    def _exit_code(self) -> int:
+        """The command's own, unless it ended because of us: torchrun makes 1 of every signal that ends it."""
+        if self._ending is not None:
+            return self._ending.exit_code
+        code = self._process.returncode
+        code = code if code >= 0 else 128 - code
+        if self._signals and code not in (0, EXIT_STOPPED_AND_SAVED):
+            return 128 + self._signals[0]
+        return code
+
     def _turn(self) -> None:
         self._find_ranks()
+        if self._signals and not self._stop_noted:
+            self._note_stop()
         for exit in self._watcher.take():
             self._note_exit(exit)
         if self._signals or self._ending:
@@ -147,6 +159,20 @@ class _CommandJob:
             # Ctrl-C reaches every process of the terminal's foreground group, the command included.
             if not (number == signal.SIGINT and _in_the_foreground()):
                 self._process.send_signal(number)
+
+    def _note_stop(self) -> None:
+        """Every rank's end is ours from here on, whoever passes the signal on to it."""
+        self._stop_noted = True
+        name = signal.Signals(self._signals[0]).name
+        for pid, rank in self._rank_of.items():
+            self._supervisor.journal.write(
+                "signal_sent",
+                at_monotonic=self._signalled_at,
+                rank=rank,
+                pid=pid,
+                signal=name,
+                why="passed on to the command",
+            )
 
     def _press_on(self) -> None:
         """After the grace, or a second signal, everything goes."""

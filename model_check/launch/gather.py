@@ -23,7 +23,7 @@ from model_check.rundir.ring import read_header
 
 _CHILDREN_PER_RANK = 4
 _FLIGHT_WAIT_S = 2.0
-_LAST_WORDS = re.compile(r'"event": "(exception|exit)"')
+_TELLING = re.compile(r'"event": "(exception|exit|raised|swallowed_exception)"')
 _PORT_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _PORT_NUMBER = re.compile(r"port:?\s*(\d{2,5})")
 
@@ -52,7 +52,11 @@ class Gatherer:
                 samples[rank] = seen
                 self._kills.notice(pid)
         if samples:
-            self._journal.write("sample", ranks={str(rank): seen.to_json() for rank, seen in samples.items()})
+            self._journal.write(
+                "sample",
+                machine_cpu_s=processes.machine_cpu_seconds(),
+                ranks={str(rank): seen.to_json() for rank, seen in samples.items()},
+            )
         return samples
 
     def stacks(self, pids: Mapping[int, int], *, timeout_s: float = stacks.TIMEOUT_S) -> None:
@@ -110,15 +114,15 @@ class Gatherer:
         for kill in self._kills.new_kills():
             self._journal.write("oom", **kill.to_json())
 
-    def hear(self, ranks: Iterable[int]) -> bool:
-        """Reads what the ranks have newly written into their events; True where one says that it fails or leaves.
+    def hear(self, ranks: Iterable[int]) -> set[str]:
+        """Reads what the ranks have newly written into their events: which of them say that something went wrong.
 
         Where a rank says that its port is taken, the holder is named at once: it may be gone a moment later.
         """
-        news = False
+        news: set[str] = set()
         for rank in ranks:
             for line in self._new_events(rank):
-                news = news or _LAST_WORDS.search(line) is not None
+                news |= set(_TELLING.findall(line)[:1])
                 if _PORT_IN_USE.search(line):
                     self._name_holders(map(int, _PORT_NUMBER.findall(line)))
         return news

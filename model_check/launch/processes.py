@@ -201,6 +201,13 @@ def _io_bytes(pid: int) -> int:
     return total
 
 
+def machine_cpu_seconds() -> float:
+    """What all processors together have worked since the machine started, for whomever."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, words[:8])
+    return (user + nice + system + irq + softirq + steal) / _TICKS
+
+
 def sample(pid: int) -> ProcessSample | None:
     """One look at a process and its direct children, or None where it is gone."""
     stat = read_stat(pid)

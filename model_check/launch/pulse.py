@@ -17,6 +17,7 @@ from model_check.rundir import ring
 _SEQ = struct.Struct("<Q")
 _STEP_OFFSET = struct.calcsize("<QQBBBB")
 _STEP = struct.Struct("<i")
+_MEDIAN_OVER = 20  # looks at a rank that moved: a job that has become slower is judged by its new pace
 
 
 class Pulse:
@@ -28,7 +29,7 @@ class Pulse:
         self._inode = 0
         self._records_at = 0
         self._capacity = 0
-        self._step_times: deque[float] = deque(maxlen=64)
+        self._step_times: deque[float] = deque(maxlen=_MEDIAN_OVER)
         self._step_seen_at = started_at
         self.pid = 0
         self.seq = 0
@@ -47,17 +48,20 @@ class Pulse:
         if newest == self.seq:
             return False
         self.seq = newest
-        at = self._slot(newest)
-        assert self._map is not None, "a ring that was just read is open"
-        (time_ns,) = _SEQ.unpack_from(self._map, at + _SEQ.size)
-        (step,) = _STEP.unpack_from(self._map, at + _STEP_OFFSET)
-        self.last_at = max(self.last_at, time_ns / 1e9)
+        self.last_at = max(self.last_at, self._time_of(newest))
+        step = self._step_of(newest)
         if step > self.step:
-            if self.step >= 0:
-                steps = step - self.step
-                self._step_times.append((self.last_at - self._step_seen_at) / steps)
-            self.step, self._step_seen_at = step, self.last_at
+            self._measure(step)
         return True
+
+    def _measure(self, step: int) -> None:
+        """The first step holds imports, compilation and the joining of the ranks: it says nothing about the others."""
+        if self.step < 1 < step:
+            first = self._first_of_step(1)
+            self.step, self._step_seen_at = self._step_of(first), self._time_of(first)
+        if 1 <= self.step < step:
+            self._step_times.append((self.last_at - self._step_seen_at) / (step - self.step))
+        self.step, self._step_seen_at = step, self.last_at
 
     def step_seconds(self) -> float | None:
         """The median length of a step, or None before the second one."""
@@ -92,6 +96,27 @@ class Pulse:
 
     def _slot(self, seq: int) -> int:
         return self._records_at + (seq - 1) % self._capacity * ring.RECORD.size
+
+    def _time_of(self, seq: int) -> float:
+        assert self._map is not None, "records are read from an open ring"
+        (time_ns,) = _SEQ.unpack_from(self._map, self._slot(seq) + _SEQ.size)
+        return float(time_ns / 1e9)
+
+    def _step_of(self, seq: int) -> int:
+        assert self._map is not None, "records are read from an open ring"
+        (step,) = _STEP.unpack_from(self._map, self._slot(seq) + _STEP_OFFSET)
+        return int(step)
+
+    def _first_of_step(self, step: int) -> int:
+        """The oldest record still there that was written in this step or later. Steps only grow, so it is bisected."""
+        low, high = max(1, self.seq - self._capacity + 1), self.seq
+        while low < high:
+            middle = (low + high) // 2
+            if self._step_of(middle) >= step:
+                high = middle
+            else:
+                low = middle + 1
+        return low
 
     def _stored(self, seq: int) -> int:
         """The number of the record in the slot of `seq`: itself, an older one, or a newer one that took its place."""

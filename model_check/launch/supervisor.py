@@ -34,7 +34,8 @@ _CRASHES = ("MC1", "MC3", "MC5")  # the families in which a rank ends by itself
 _STANDINGS_FRESH_S = 1.0
 _MOST_ROUNDS = 12  # of stacks in one stall; by then hours have passed
 _LONGEST_BLINDNESS_S = 8.0
-_LOOKS_AFTER_EXIT_S = (0.1, 0.4, 0.8, 1.2)
+_CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
+_LAST_WORDS = frozenset({"exception", "exit"})
 _ACTIVE_CPU_S = 0.05
 _SAMPLE_CLOSELY_S = 120.0
 _SAMPLE_HOURLY_S = 3600.0
@@ -125,7 +126,7 @@ class Supervisor:
         self._examine_cost_s = 0.0
         self._life_at = time.monotonic()
         self._proven_at: float | None = None
-        self._looks_after_exit: list[float] = []
+        self._close_looks: list[float] = []
         self._shown: set[_Key] = set()
         self._patience_s: dict[_Key, float] = {}
         self._first_named_after: dict[tuple[str, tuple[int, ...]], float] = {}
@@ -153,7 +154,7 @@ class Supervisor:
             return
         if not exit.failed:
             # Peers that still need it show within moments, or never.
-            self._looks_after_exit = [exit.at_monotonic + seconds for seconds in _LOOKS_AFTER_EXIT_S]
+            self._look_closely(exit.at_monotonic)
         elif not self._crashed:
             self._crashed = True
             self._on_first_failure(exit)
@@ -181,7 +182,7 @@ class Supervisor:
         if now - self._sampled_at >= self._sample_pause(now):
             self._take_sample(now)
         self._follow_stall(alive, now)
-        if self._gather.hear(self._ranks) or self._examination_due(now):
+        if self._hear(now) or self._examination_due(now):
             self._examine_now(now)
         return self._decide(now)
 
@@ -346,14 +347,24 @@ class Supervisor:
     def _examination_due(self, now: float) -> bool:
         affordable = min(_LONGEST_BLINDNESS_S, self._examine_cost_s / self._limits.examine_cost_share)
         pause = max(self._limits.examine_every_s, 0.0 if self._stall is not None else affordable)
-        if self._looks_after_exit and now >= self._looks_after_exit[0]:
-            del self._looks_after_exit[0]
+        if self._close_looks and now >= self._close_looks[0]:
+            del self._close_looks[0]
             return True
         return now - self._examined_at >= pause
 
+    def _hear(self, now: float) -> bool:
+        """True where a rank says that it fails or leaves. After any bad news its peers are looked at more often."""
+        news = self._gather.hear(self._ranks)
+        if news:
+            self._look_closely(now)
+        return bool(news & _LAST_WORDS)
+
+    def _look_closely(self, since: float) -> None:
+        self._close_looks = [since + seconds for seconds in _CLOSE_LOOKS_S]
+
     def _examine_now(self, now: float, *, live: bool = True) -> None:
         began = time.thread_time()
-        self._gather.hear(self._ranks)
+        self._hear(now)
         verdict = self._examine(self._run_dir, live)
         self._examined_at = time.monotonic()
         self._examine_cost_s = time.thread_time() - began

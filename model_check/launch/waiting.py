@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from model_check.rundir import RunDir
-from model_check.rundir.ring import read_ring
+from model_check.rundir.ring import FLAG_ASYNC, RingReading, read_ring
 
 WAITING_PHASES = frozenset({"collective", "p2p", "barrier", "init", "store", "gate"})
 # A process that sleeps for minutes in one of these is stuck, even where no other rank waits for it.
 NEVER_IDLE_PHASES = frozenset({"data", "save", "load", "hub", "tracker", "input"})
+_DEFAULT_GROUP = "default"
 
 _DOING = {
     "start": "starting",
@@ -55,21 +56,38 @@ class Standing:
 
 def standings(run_dir: RunDir, since_start: Mapping[int, float]) -> list[Standing]:
     """Where each of the given ranks stands. A rank outside any span, or without a ring, is in code of its own."""
-    found = []
-    for rank, started_at in since_start.items():
-        reading = read_ring(run_dir.ring(rank))
-        open_spans = [
-            crumb for crumb in reading.open_spans() if crumb.thread == reading.header.get("pid", crumb.thread)
-        ]
-        if open_spans:
-            inner = open_spans[-1]
-            op = inner.op if inner.op != "none" else ""
-            found.append(Standing(rank, inner.phase, inner.time_ns / 1e9, inner.site, op))
-        else:
-            last = reading.crumbs[-1] if reading.crumbs else None
-            since = last.time_ns / 1e9 if last else started_at
-            found.append(Standing(rank, "none" if reading.header else "start", since, last.site if last else ""))
-    return found
+    readings = {rank: read_ring(run_dir.ring(rank)) for rank in since_start}
+    return [
+        _in_flight(rank, readings) or _stands(rank, reading, since_start[rank]) for rank, reading in readings.items()
+    ]
+
+
+def _stands(rank: int, reading: RingReading, started_at: float) -> Standing:
+    open_spans = [crumb for crumb in reading.open_spans() if crumb.thread == reading.header.get("pid", crumb.thread)]
+    if open_spans:
+        inner = open_spans[-1]
+        op = inner.op if inner.op != "none" else ""
+        return Standing(rank, inner.phase, inner.time_ns / 1e9, inner.site, op)
+    last = reading.crumbs[-1] if reading.crumbs else None
+    since = last.time_ns / 1e9 if last else started_at
+    return Standing(rank, "none" if reading.header else "start", since, last.site if last else "")
+
+
+def _in_flight(rank: int, readings: Mapping[int, RingReading]) -> Standing | None:
+    """A rank whose last act was to start a collective (DDP does so from C++) that a peer has not started yet."""
+    last = next((crumb for crumb in reversed(readings[rank].crumbs) if crumb.event == "begin"), None)
+    if last is None or not last.flags & FLAG_ASYNC or last.collective_seq <= 0 or last.phase == "p2p":
+        return None
+    started = [_started(reading, last.group) for peer, reading in readings.items() if peer != rank]
+    if not any(seq < last.collective_seq for seq in started if seq is not None):
+        return None
+    return Standing(rank, last.phase, last.time_ns / 1e9, last.site, last.op)
+
+
+def _started(reading: RingReading, group: str) -> int | None:
+    """The number of the newest collective in the group; None for a rank that is not known to be a member."""
+    numbers = (crumb.collective_seq for crumb in reversed(reading.crumbs) if crumb.group == group)
+    return next(numbers, 0 if group == _DEFAULT_GROUP else None)
 
 
 def waiting_line(where: Sequence[Standing], now: float) -> str | None:

@@ -111,7 +111,8 @@ def test_what_an_exception_is_about(stage, kind, message, code):
     b.exits(1)
     loses_peer(a)
     finding = stage.first(after=0.1)
-    assert (finding.code, finding.ranks, finding.victims) == (code, [1], [0]) and stage.line(finding) == 36
+    assert (finding.code, finding.ranks, finding.victims) == (code, [1], [0])
+    assert stage.line(finding) == (20 if code == "MC216" else 36)
 
 
 def test_the_history_of_resident_memory_stands_beside_a_failed_allocation(stage):
@@ -376,3 +377,33 @@ def test_a_worker_that_was_killed_shows_as_a_broken_queue(stage):
     loses_peer(a)
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks, finding.victims) == ("MC216", [1], [0]) and stage.line(finding) == 20
+
+
+def test_what_ranks_do_after_we_passed_a_signal_on_is_no_finding(stage):
+    a, b = crashing(stage)
+    for actor in (a, b):
+        stage.say("signal_sent", actor.t, rank=actor.rank, pid=actor.pid, signal="SIGTERM", why="passed on")
+    a.exits(None, signal=signal.SIGTERM)
+    b.t += 0.2
+    b.fails("SignalException", "process got signal 15", 40)
+    b.exits(1)
+    stage.say("stopped", why="interrupted by a signal")
+    verdict = stage.verdict(live=False)
+    assert (verdict.findings, verdict.outcome) == ([], "interrupted")
+
+
+def test_a_rank_that_says_it_leaves_is_gone_before_its_process_is(stage):
+    a, b = crashing(stage)
+    b.event("exit", code=0, via="sys.exit", user_frame={"file": str(stage.script), "line": 50, "function": "train"})
+    a.t = b.t + 0.01
+    a.collective("all_reduce", 40, open=True)
+    finding = stage.first(after=0.3)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC308", [1], [0]) and stage.line(finding) == 50
+
+
+def test_a_dead_loader_worker_is_named_at_the_loader_wherever_the_rank_was(stage):
+    a, _ = crashing(stage)
+    a.begin("backward", 31)
+    a.fails("RuntimeError", "DataLoader worker (pid 77) exited unexpectedly with exit code 1", 31)
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks) == ("MC216", [0]) and stage.line(finding) == 20

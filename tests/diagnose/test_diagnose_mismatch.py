@@ -348,3 +348,41 @@ def test_an_exception_whose_handler_still_runs_is_read_from_the_ring(stage):
     finding = stage.first(after=0.5)
     assert (finding.code, finding.ranks, finding.victims) == ("MC302", [1], [0]) and stage.line(finding) == 28
     assert "ValueError" in finding.title
+
+
+def test_a_handler_that_calls_a_collective_still_has_the_words_of_its_exception(stage):
+    a, b, c = stage.ranks(3)
+    stage.train(6)
+    for peer in (a, c):
+        peer.collective("all_reduce", 40, open=True)
+    frame = {"file": str(stage.script), "line": 22, "function": "__getitem__", "text": ""}
+    b.event("raised", type="ValueError", message="bad checksum", user_frame=frame, t_raised=b.t)
+    b.collective("barrier", 60, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC302", [1]) and stage.line(finding) == 22
+    assert "bad checksum" in finding.evidence[0]
+
+
+def test_an_exception_that_is_only_on_its_way_is_not_swallowed(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    b.event("raised", type="ValueError", message="bad", user_frame=None, t_raised=b.t)
+    a.collective("all_reduce", 40, open=True)
+    assert [f.code for f in stage.findings(after=0.5)] == []
+
+
+def test_an_abort_in_a_gather_of_other_sizes_comes_from_the_gather(stage):
+    """gloo aborts the rank that receives the wrong size; C++ came back from both calls as soon as they were issued."""
+    a, b = stage.ranks(2)
+    for _ in range(6):
+        for actor in (a, b):
+            forward = actor.begin("forward", 30)
+            actor.collective("all_gather", 30, shape=(64,), native=True)
+            actor.end(forward, "forward")
+            actor.recorder.steps += 1
+    b.begin("forward", 30)
+    a.collective("all_gather", 25, shape=(16,), native=True)
+    b.collective("all_gather", 30, shape=(64,), native=True)
+    a.exits(None, signal=6)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC207", [0]) and stage.line(finding) == 25

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from model_check.diagnose import Examiner, examine, load
 from model_check.diagnose.flight import op_name, read_flight
-from model_check.diagnose.frames import Frame, is_user_path
+from model_check.diagnose.frames import Frame, innermost_user, is_user_path
 from model_check.diagnose.reading import JsonlTail, read_fault_text, read_stacks
 from model_check.rundir import RunDir
 
@@ -231,3 +231,25 @@ def test_a_mismatch_that_only_the_flight_recorder_saw(stage):
 )
 def test_what_counts_as_the_users_own_code(path, user):
     assert is_user_path(path) is user
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (("/v/site-packages/torch/x.py", "/home/me/train.py", "/v/bin/torchrun"), "/home/me/train.py"),
+        (("/v/lib/model_check/data/cache.py", "/home/me/use.py"), "/home/me/use.py"),
+        (
+            ("/v/lib/model_check/observe/a.py", "/v/lib/model_check/engine/loop.py", "/v/lib/model_check/cli/rank.py"),
+            "/v/lib/model_check/engine/loop.py",
+        ),
+        (
+            ("/v/lib/model_check/engine/loop.py", "/v/lib/model_check/cli/main.py", "/v/bin/model-check"),
+            "/v/lib/model_check/engine/loop.py",
+        ),
+        (("/v/lib/model_check/models/llama.py", "/v/lib/model_check/cli/train.py", "pretrain_main.py"), None),
+        (("/usr/lib/python3.12/threading.py",), ""),
+    ],
+)
+def test_whoever_opens_our_trainer_is_a_door_and_no_user(files, named):
+    found = innermost_user(Frame(file, 7, "f") for file in files)
+    assert (found.file if found is not None else "") == (files[0] if named is None else named)

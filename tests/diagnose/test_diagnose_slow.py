@@ -67,6 +67,14 @@ def test_idle_threads_harm_nobody(stage):
     assert stage.findings(after=0.1) == []
 
 
+def test_threads_that_get_no_processor_because_others_use_them_too(stage):
+    oversubscribe(stage, 30, 0.2)
+    for second in range(5):
+        stage.say("sample", stage.latest + second, machine_cpu_s=100.0 + 1.9 * second, ranks={})
+    finding = stage.first(after=0.1)
+    assert finding.code == "MC704" and "1.9 of 2 cores are busy, 0.8 of them" in finding.evidence[1]
+
+
 def grow(stage, *, per_second):
     a, b = stage.ranks(2)
     stage.train(3)

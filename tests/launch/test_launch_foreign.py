@@ -208,6 +208,19 @@ def test_when_we_go_the_command_and_its_ranks_go_too(
     _until(lambda: not job.marked())
 
 
+def test_a_command_that_makes_one_of_our_signal_is_still_terminated(
+    tmp_path: Path, launch: Callable[..., Launched]
+) -> None:
+    handler = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
+    job = launch("command", sys.executable, _write(tmp_path / "spawner.py", handler + _SPAWNER))
+    _until(lambda: len(job.events("rank_started")) == 2, 20.0)
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.process.wait(timeout=20) == 143
+    told = [(record["rank"], record["signal"]) for record in job.events("signal_sent")]
+    assert {(0, "SIGTERM"), (1, "SIGTERM")} <= set(told)
+    _until(lambda: not job.marked())
+
+
 def test_ranks_that_their_launcher_left_behind_are_ended(tmp_path: Path, launch: Callable[..., Launched]) -> None:
     job = launch("command", sys.executable, _write(tmp_path / "spawner.py", _SPAWNER))
     _until(lambda: len(job.events("rank_started")) == 2, 20.0)

@@ -22,8 +22,10 @@ from model_check.launch import processes, stacks
 from model_check.launch.exits import ExitWatcher, decode_wait_status
 from model_check.launch.memorykills import KernelLog, MemoryKill, kill_count, memory_cgroups, memory_limit, parse_kill
 from model_check.launch.pulse import Pulse
-from model_check.launch.waiting import Standing, waiting_line
+from model_check.launch.waiting import Standing, standings, waiting_line
 from model_check.observe.recorder import Recorder
+from model_check.rundir import RunDir
+from model_check.rundir.ring import FLAG_ASYNC
 
 
 @pytest.fixture
@@ -305,6 +307,45 @@ def test_the_pulse_measures_steps_and_follows_a_restarted_rank(tmp_path: Path) -
     assert (pulse.seq, pulse.step, pulse.step_seconds()) == (1, 0, None)
     again.close()
     pulse.close()
+
+
+@pytest.mark.parametrize("looks_between", [True, False])
+def test_the_start_of_a_rank_is_not_a_step(tmp_path: Path, looks_between: bool) -> None:
+    path = tmp_path / "rank-00000.ring"
+    recorder = Recorder(path, rank=0)
+    pulse = Pulse(path, time.monotonic())
+    recorder.point("import")
+    pulse.beat()
+    time.sleep(0.3)  # what imports and the first step take; the pulse must not count it
+    for step in range(1, 6):
+        recorder.steps = step
+        recorder.point("step")
+        if looks_between:
+            pulse.beat()
+            assert (pulse.step_seconds() is None) == (step == 1)
+    pulse.beat()
+    assert pulse.step_seconds() is not None and pulse.step_seconds() < 0.06
+    recorder.close()
+    pulse.close()
+
+
+def test_a_started_collective_is_waited_for_as_long_as_a_peer_has_not_started_it(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    recorders = [Recorder(run_dir.ring(rank), rank=rank) for rank in range(2)]
+    for number, rank in ((1, 0), (1, 1), (2, 1)):
+        span = recorders[rank].begin(
+            "collective", op="all_reduce", group="default", collective_seq=number, flags=FLAG_ASYNC, file="a.py", line=3
+        )
+        recorders[rank].end(span, "collective")
+    recorders[0].begin("tracker", file="a.py", line=2)
+    starts = {0: 0.0, 1: 0.0}
+    assert [(s.phase, s.waits) for s in standings(run_dir, starts)] == [("tracker", False), ("collective", True)]
+    recorders[0].begin(
+        "collective", op="all_reduce", group="default", collective_seq=2, flags=FLAG_ASYNC, file="a.py", line=3
+    )
+    assert [s.waits for s in standings(run_dir, starts)] == [True, False]
+    for recorder in recorders:
+        recorder.close()
 
 
 @pytest.mark.parametrize(

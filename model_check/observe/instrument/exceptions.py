@@ -1,9 +1,9 @@
 """Exceptions that a script catches and goes on from: often the reason why a rank drifts away from its peers.
 
 An exception is noted when it leaves an instrumented call, or when its handler speaks (prints, logs, calls a
-collective). If the script then goes on, the note becomes a `swallowed_exception` event; if the exception ends the
-process, it is an `exception` event instead (see endings). Only words are kept: holding on to the exception itself would
-hold on to its frames and the tensors in them.
+collective), and a `raised` event is written at once: its handler may hang. If the script then goes on, a
+`swallowed_exception` event follows; if the exception ends the process, an `exception` event does (see endings). Only
+words are kept: holding on to the exception itself would hold on to its frames and the tensors in them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Notes:
         self._lines[line] += 1
         if self._lines[line] > _MAX_PER_LINE:
             return
-        self._pending[thread] = (id(error), {**summarize(error), **facts})
+        summary = {**summarize(error), **facts}
+        self._pending[thread] = (id(error), summary)
+        BOX.event("raised", **summary)
 
     def moved_on(self) -> None:
         """The thread begins something new: whatever was pending and is no longer being handled was swallowed."""

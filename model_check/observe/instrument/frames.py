@@ -1,4 +1,8 @@
-"""Finds the user's own line: the innermost frame that is not torch, the standard library, a package, or ourselves."""
+"""Finds the user's own line: the innermost frame that is not torch, the standard library, a package, or ourselves.
+
+Where our own command line was entered, our trainer is the program and whatever called it is only a door (a console
+script, pretrain_main.py): then the innermost line of ours that does the work is named.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+_COMMAND_LINE = f"{_PACKAGE}cli{os.sep}"
+_WATCHERS = (f"{_PACKAGE}observe{os.sep}", f"{_PACKAGE}launch{os.sep}")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _MAX_FRAMES = 60
 
@@ -29,6 +35,7 @@ class UserCode:
         roots = {sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
         self._libraries = tuple(str(Path(root)) + os.sep for root in roots)
         self._shown: dict[str, str | None] = {}
+        self._ours: set[str] = set()  # files of ours that do a job's work, of those seen so far
 
     def shown(self, file: str) -> str | None:
         """The path to show for a file of the user's; None for everything else."""
@@ -39,6 +46,8 @@ class UserCode:
             return shown
 
     def _classify(self, file: str) -> str | None:
+        if file.startswith(_PACKAGE) and not file.startswith(_WATCHERS):
+            self._ours.add(file)
         if file.startswith(("<", _PACKAGE, *self._libraries)) or any(part in file for part in _INSTALLED):
             return None
         torch = getattr(sys.modules.get("torch"), "__file__", None)
@@ -50,15 +59,20 @@ class UserCode:
 
     def innermost(self, frame: FrameType | None) -> tuple[str, int, str] | None:
         """(path, line, function) of the innermost user frame from `frame` outwards."""
-        known = self._shown
+        known, our_files = self._shown, self._ours
+        ours: tuple[str, int, str] | None = None
         while frame is not None:
             code = frame.f_code
             file = code.co_filename
             shown = known[file] if file in known else self.shown(file)
             if shown is not None:
                 return shown, frame.f_lineno, code.co_name
+            if file in our_files:
+                ours = ours or (file, frame.f_lineno, code.co_name)
+                if file.startswith(_COMMAND_LINE):
+                    break
             frame = frame.f_back
-        return None
+        return ours
 
     def describe_stack(self, frame: FrameType | None) -> list[dict[str, Any]]:
         """The frames from the outermost to `frame`, as events carry them."""
@@ -85,7 +99,15 @@ class UserCode:
 
     def user_frame(self, frames: list[dict[str, Any]]) -> dict[str, Any] | None:
         """The innermost user frame among described ones."""
-        return next((f for f in reversed(frames) if self.shown(f["file"]) is not None), None)
+        ours = None
+        for frame in reversed(frames):
+            if self.shown(frame["file"]) is not None:
+                return frame
+            if frame["file"] in self._ours:
+                ours = ours or frame
+                if frame["file"].startswith(_COMMAND_LINE):
+                    break
+        return ours
 
 
 def given_script() -> str:
