@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Job:
         self.ranks = [PretendRank(self.run_dir, rank) for rank in range(2)]
         self.said: list[str] = []
         self.shown: list[Verdict] = []
+        self.examinations = 0
         self._when_stalled = findings_when_stalled
         self.supervisor = Supervisor(
             self.run_dir, self._examine, self.said.append, show=self.shown.append, limits=limits
@@ -71,6 +73,7 @@ class Job:
             self.supervisor.rank_started(rank, pretend.process.pid)
 
     def _examine(self, run_dir: RunDir, live: bool) -> Verdict:
+        self.examinations += 1
         stands = False
         for record in self.events():
             stands = record["event"] == "stall" or (stands and record["event"] != "stall_withdrawn")
@@ -217,6 +220,19 @@ def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(mak
     dump = read_json(job.run_dir.stacks_dir / "rank-00000.1.json")
     assert dump["pid"] == job.ranks[0].process.pid and dump["threads"]
     assert not (job.run_dir.stacks_dir / "rank-00001.1.json").exists()
+
+
+def test_after_bad_news_of_a_rank_its_peers_are_looked_at_more_often(make_job: Any) -> None:
+    job = make_job(limits=replace(_QUICK, examine_every_s=60.0))
+    job.supervisor.poll()
+    assert job.examinations == 1
+    events = JsonlWriter(job.run_dir.events(1))
+    events.write({"t": 1.0, "event": "raised", "type": "ValueError", "message": "bad batch"})
+    job.poll_until(lambda: job.examinations == 5)
+    events.write({"t": 2.0, "event": "memory", "rss": 1})
+    events.close()
+    job.supervisor.poll()
+    assert job.examinations == 5
 
 
 def test_the_exit_code_is_that_of_the_rank_the_verdict_names(make_job: Any) -> None:
