@@ -7,6 +7,7 @@
     │   ├── HubUnavailable       the hub cannot be reached or refuses us
     │   └── CacheDamaged         a cache file differs from what was written
     ├── ModelError               weights or shapes do not fit
+    ├── NumericsError            a loss or gradient is not a finite number
     ├── CheckpointError          a checkpoint cannot be written or trusted
     ├── RunDirError              the run directory cannot be used
     └── LaunchError              ranks cannot be started on this machine
@@ -79,6 +80,10 @@ class CacheDamaged(DataError):
 
 class ModelError(ModelCheckError):
     """Weights, shapes or a backend do not fit the model that was asked for."""
+
+
+class NumericsError(ModelCheckError):
+    """A loss or a gradient is not a finite number, and the run was told to stop there."""
 
 
 class CheckpointError(ModelCheckError):

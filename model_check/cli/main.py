@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from model_check.errors import ModelCheckError, UsageError
+from model_check.observe.redaction import redact_text
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         call(given[0], given[1:])
     except ModelCheckError as error:
         sys.stdout.flush()
-        print(f"model-check: error: {error}", file=sys.stderr)
+        print(f"model-check: error: {redact_text(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

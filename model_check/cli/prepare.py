@@ -18,6 +18,7 @@ from model_check.config import Config
 from model_check.data import PreparedData
 from model_check.data import prepare as prepare_data
 from model_check.engine.data_spec import data_spec
+from model_check.observe.redaction import redact_text
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def prepare_with_progress(config: Config, *, verify: bool = False) -> PreparedDa
     for message in prepared.messages:
         typer.echo(f"data: {message}")
     how = f"prepared in {prepared.seconds:.1f} s" if prepared.built else "from the cache"
-    typer.echo(f"data: {config.data.dataset}, {prepared.tokens:,} tokens, {how}")
+    typer.echo(f"data: {redact_text(config.data.dataset)}, {prepared.tokens:,} tokens, {how}")
     return prepared
 
 

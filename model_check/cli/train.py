@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
 from model_check.config import Config, check_world, to_jsonable, unsupported
-from model_check.errors import ConfigError, UsageError
+from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
-from model_check.rundir import RunDir, Verdict, write_json_atomic
+from model_check.observe.redaction import redact_text
+from model_check.rundir import Finding, RunDir, Verdict, write_json_atomic
 
 CPU_RANKS = 2
 LARGE_ON_A_CPU = 200_000_000  # parameters
@@ -101,8 +107,17 @@ def _check(config: Config, world_size: int) -> None:
 def _write_identity(run_dir: RunDir, config: Config) -> None:
     from model_check.observe.environment import snapshot_environment
 
-    write_json_atomic(run_dir.config, to_jsonable(config))
+    write_json_atomic(run_dir.config, _without_secrets(to_jsonable(config)))
     write_json_atomic(run_dir.environment, snapshot_environment())
+
+
+def _without_secrets(value: Any) -> Any:
+    """A configuration may hold a URL with a password in it; the run directory must not."""
+    if isinstance(value, dict):
+        return {key: _without_secrets(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(inner) for inner in value]
+    return redact_text(value) if isinstance(value, str) else value
 
 
 def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None) -> int:
@@ -143,11 +158,13 @@ def _train_here(
     from model_check.launch.supervisor import Limits
 
     _check_checkpoint_folder(config)
+    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("logging.wandb is true and wandb is not installed", remedy="pip install wandb, or turn it off")
     _warn_of_a_large_model_on_the_cpu(config, chosen)
     directory = RunDir.create(run_dir, resuming=resume is not None)
     _write_identity(directory, config)
-    Verdict(world_size=ranks * nnodes).write(directory.verdict)
-    prepare_with_progress(config)
+    with _verdict_before_the_ranks(directory, ranks * nnodes):
+        prepare_with_progress(config)
     supervisor = supervisor_for(directory, Limits(kill_after_s=config.launch.hang_kill_after_s))
     result = launch_job(
         train_rank,
@@ -171,6 +188,40 @@ def _train_here(
     for line in summary_lines(directory, result.log_dir, outcome=result.outcome, entropy_floor=floor):
         typer.echo(line)
     return result.exit_code
+
+
+@contextlib.contextmanager
+def _verdict_before_the_ranks(directory: RunDir, world_size: int) -> Iterator[None]:
+    """What ends a run before its ranks start is in its verdict too."""
+    verdict = Verdict(world_size=world_size)
+    verdict.write(directory.verdict)
+
+    def stop(number: int, frame: object) -> None:
+        raise _Stopped(number)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except ModelCheckError as error:
+        fix = [error.remedy] if error.remedy else []
+        finding = Finding(error.code or "MC301", redact_text(error.message), phase="data", fix=fix)
+        replace(verdict, outcome="failed", exit_code=error.exit_code, findings=[finding]).write(directory.verdict)
+        raise
+    except (KeyboardInterrupt, _Stopped) as interruption:
+        number = interruption.number if isinstance(interruption, _Stopped) else signal.SIGINT
+        replace(verdict, outcome="interrupted", exit_code=128 + number).write(directory.verdict)
+        typer.echo("stopped while the data was prepared: no rank was started", err=True)
+        raise typer.Exit(128 + number) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+class _Stopped(BaseException):
+    """SIGTERM came before there were ranks to pass it on to."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def _check_checkpoint_folder(config: Config) -> None:

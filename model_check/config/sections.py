@@ -232,7 +232,10 @@ class LaunchSection(Section):
 class DebugSection(Section):
     """What is watched closely."""
 
-    nan: bool = Field(default=False, description="Look for NaN and Inf in every module, and name the first.")
+    nan: bool = Field(
+        default=False,
+        description="Stop at a step whose gradients are not finite, and name the parameters.",
+    )
     dump_gb: float = Field(default=2.0, ge=0, description="Largest dump of a numerics failure, in GB. 0: no dump.")
 
 

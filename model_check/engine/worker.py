@@ -23,7 +23,7 @@ from model_check.engine.place import Place
 from model_check.engine.precision import Precision
 from model_check.engine.schedule import rate_factor
 from model_check.engine.step import TrainStep, replicate
-from model_check.errors import CheckpointError, UsageError
+from model_check.errors import CheckpointError, NumericsError, UsageError
 from model_check.models import Llama, apply_compile, build_model, load_pretrained
 from model_check.models.fp8 import apply_fp8
 from model_check.observe.instrument.spans import span
@@ -258,13 +258,15 @@ def fit(
             )
         ),
         stop_requested=stop_requested,
-        needs_result=lambda step: saves_after(step) or (every > 0 and (step + 1) % every == 0),
+        needs_result=lambda step: config.debug.nan or saves_after(step) or (every > 0 and (step + 1) % every == 0),
         evaluate=_evaluator(session),
     )
     info: StepInfo | None = None
     try:
         for info in loop:
             on_step(info)
+            if info.skipped and config.debug.nan and not session.train_step.loss_scale.enabled:
+                raise non_finite(session.bare_model, info.step)
             stopping = info.stop and interval > 0
             if checkpoint_dir is not None and (saves_after(info.step) or stopping):
                 with span("save", str(checkpoint_dir)):
@@ -283,6 +285,20 @@ def fit(
     finally:
         session.loader.close()
     return info
+
+
+def non_finite(model: nn.Module, step: int) -> NumericsError:
+    """Names the parameters whose gradients are not finite; the step itself changed nothing."""
+    bad = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            count = int((~torch.isfinite(parameter.grad)).sum())
+            bad.append(f"{name} ({count}/{parameter.grad.numel()})")
+    return NumericsError(
+        f"step {step} has non-finite gradients in {len(bad)} parameters, first {', '.join(bad[:3]) or 'none left'}",
+        remedy="lower training.learning_rate or model.init_std, or use training.use_amp=false",
+        code="MC401",
+    )
 
 
 def _salvage(session: Session, step: int, checkpoint_dir: Path | None, say: Callable[[str], None]) -> None:

@@ -11,8 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 REDACTED = "[redacted]"
 
 # "tokenizer" and "author" are no secrets, and what a run's tokenizer was matters.
-_SECRET_NAME = re.compile(r"key|token(?!iz)|secret|passw|passphrase|credential|cookie|auth(?!or)", re.IGNORECASE)
-_URL_USER = re.compile(r"(?<=://)[^/?#\s]*@")
+_SECRET_NAME = re.compile(
+    r"key|token(?!iz)|secret|passw|passphrase|credential|cookie|webhook|auth(?!or)", re.IGNORECASE
+)
+# One slash where a URL went through a path library.
+_URL_USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
 _KNOWN_SHAPE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
@@ -60,7 +63,7 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """The text without the given secrets, user names and passwords in URLs, and tokens of well-known shape."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
-    return _KNOWN_SHAPE.sub(REDACTED, _URL_USER.sub(f"{REDACTED}@", text))
+    return _KNOWN_SHAPE.sub(REDACTED, _URL_USER.sub(rf"\1{REDACTED}@", text))
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:

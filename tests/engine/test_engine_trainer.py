@@ -12,7 +12,7 @@ from torch import nn
 
 from model_check import DDPTrainer, SimpleModel, load_config
 from model_check.engine.step import loss_of
-from model_check.errors import ModelError, UsageError
+from model_check.errors import ModelError, NumericsError, UsageError
 
 CONFIG = {
     "training": {
@@ -116,3 +116,26 @@ def test_a_model_without_a_loss_is_told_so() -> None:
 def test_batches_that_run_out_are_named() -> None:
     with pytest.raises(UsageError, match="ran out"):
         DDPTrainer(Regression(), CONFIG, "cpu", data=iter(())).train(num_steps=1)
+
+
+class TurnsBad(nn.Module):
+    """sqrt(0) from its third call on: a loss of 0 whose gradient is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.good, self.bad = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        spread = (self.bad - self.bad.detach()) if self.calls >= 3 else self.bad
+        return (self.good * x).sum() + spread.square().sum().sqrt()
+
+
+def test_debug_nan_stops_at_the_step_and_names_the_parameters() -> None:
+    watched = {**CONFIG, "debug": {"nan": True}}
+    with pytest.raises(NumericsError, match=r"step 2 has non-finite gradients in 1 parameters, first bad \(3/3\)"):
+        DDPTrainer(TurnsBad(), watched, "cpu", data=[(torch.ones(2),)]).train(num_steps=5)
+    unwatched = {**CONFIG, "debug": {"nan": False}}
+    result = DDPTrainer(TurnsBad(), unwatched, "cpu", data=[(torch.ones(2),)]).train(num_steps=5)
+    assert [info.skipped for info in result.steps] == [False, False, True, True, True]
