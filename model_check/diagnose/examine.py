@@ -88,7 +88,8 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     causes = [*crashes, *hangs, *mismatches] if not certain else [*certain, *crashes, *hangs]
     slow = [] if causes else slow_findings(evidence)
     found = [*causes, *start_findings(evidence), *slow]
-    return sorted(found, key=lambda f: (_SEVERITY[f.severity], _CERTAINTY[f.certainty]))
+    # A start that took long is over: what slows the job down now comes first.
+    return sorted(found, key=lambda f: (_SEVERITY[f.severity], f.code == "MC101", _CERTAINTY[f.certainty]))
 
 
 def _explains(evidence: Evidence, mismatch: Finding, crash: Finding) -> bool:

@@ -50,6 +50,14 @@ def import_together(stage, world, seconds):
         actor.join()
 
 
+def test_what_slows_the_steps_down_comes_before_a_start_that_is_over(stage):
+    import_together(stage, 4, 12.0)
+    for actor in stage.actors:
+        for _ in range(12):
+            actor.step(data_s=0.1)
+    assert [f.code for f in stage.findings(after=0.1)] == ["MC702", "MC101"]
+
+
 def test_an_import_storm(stage):
     import_together(stage, 4, 12.0)
     finding = stage.first(after=1.0)
