@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
+from model_check.checkpoint.peers import Peers
 from model_check.config import Config, to_jsonable
 from model_check.data import prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place, join, leave
 from model_check.engine.profile import profiled
-from model_check.engine.worker import assemble, find_checkpoint, fit, open_loader
+from model_check.engine.saving import Saving, open_saver
+from model_check.engine.worker import assemble, continue_from, fit, open_loader
 from model_check.launch import RankContext, step_line
 from model_check.observe import instrument
 from model_check.observe.metrics import MetricsWriter, Sink, TensorBoardSink, WandbSink
@@ -70,6 +72,23 @@ def _metrics(order: TrainOrder, place: Place, run_dir: RunDir) -> Iterator[Metri
         writer.close()
 
 
+def _lineage_of(run_dir: RunDir) -> Path | None:
+    """The lineage that this run directory has saved into before, if it was used before."""
+    return run_dir.checkpoints.resolve() if run_dir.checkpoints.is_dir() else None
+
+
+def _remember_lineage(run_dir: RunDir, lineage: Path) -> None:
+    run_dir.checkpoints.unlink(missing_ok=True)
+    run_dir.checkpoints.symlink_to(lineage.resolve())
+
+
+def _error_dir(order: TrainOrder, run_dir: RunDir, saving: Saving | None) -> Path | None:
+    """Where a failing rank leaves what it holds."""
+    if saving is not None:
+        return saving.folder
+    return Path(order.config.checkpoint.dir) / run_dir.root.name if order.save else None
+
+
 def train_rank(context: RankContext, order: TrainOrder) -> None:
     """Trains as one rank. Asked to stop, it exits with 75 after a save, or with 143."""
     config = order.config
@@ -86,14 +105,18 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
     join(place, backend=config.system.backend, timeout_s=config.system.timeout_s)
     data = prepare(data_spec(config))
     session = assemble(config, place, open_loader(config, place, data.train), held_out=data.valid)
-    checkpoint_dir = Path(config.checkpoint.dir)
-    checkpoint, notes = find_checkpoint(order.resume, checkpoint_dir)
+    saves = order.save and config.checkpoint.interval > 0
+    peers = Peers() if saves or order.resume else None
+    lineage, notes = continue_from(order.resume, session, peers, lineage=_lineage_of(run_dir))
     if place.is_first:
         for note in notes:
             say(f"resume: {note}")
-    if checkpoint is not None:
-        session.restore(checkpoint)
-        say(f"resume: continuing after step {checkpoint.step} from {checkpoint.path}")
+    saving = None
+    if saves and peers is not None:
+        saver = open_saver(config, peers, lineage=lineage, name=run_dir.root.name)
+        saving = Saving(session, saver, last_step=config.training.max_steps, say=say)
+        if place.is_first:
+            _remember_lineage(run_dir, saver.lineage)
     trace_dir = run_dir.root / "profile" if config.training.profile and place.is_first else None
     with _metrics(order, place, run_dir) as metrics, profiled(trace_dir) as step_done:
 
@@ -118,12 +141,13 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
         last = fit(
             session,
             on_step=on_step,
-            checkpoint_dir=checkpoint_dir if order.save else None,
+            saving=saving,
+            error_dir=_error_dir(order, run_dir, saving),
             say=say,
             stop_requested=stop,
         )
     leave()
     if last is not None and last.stop:
-        saved = order.save and config.checkpoint.interval > 0
+        saved = saving is not None and saving.committed == last.step
         say("stopped by request" + (", state saved" if saved else ""))
         sys.exit(EXIT_SAVED if saved else 128 + signal.SIGTERM)

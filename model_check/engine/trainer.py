@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from model_check.checkpoint.peers import Peers
 from model_check.config import Config, load_config
 from model_check.data import Cursor, prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place, join
 from model_check.engine.profile import profiled
+from model_check.engine.saving import Saving, open_saver
 from model_check.engine.worker import Batches, assemble, fit, open_loader
 from model_check.errors import UsageError
-from model_check.rundir import RunDir
+from model_check.rundir import RunDir, new_run_id
 
 
 @dataclass
@@ -119,6 +121,10 @@ class DDPTrainer:
         else:
             loader = _GivenBatches(self._data)
         session = assemble(config, self.place, loader, model=self.model, held_out=held_out)
+        saving = None
+        if save_checkpoints:
+            saver = open_saver(config, Peers(), lineage=None, name=new_run_id())
+            saving = Saving(session, saver, last_step=config.training.max_steps)
         result = TrainResult()
         if profile:
             result.trace_dir = RunDir.create().root / "profile"
@@ -128,5 +134,5 @@ class DDPTrainer:
                 result.steps.append(info)
                 step_done()
 
-            fit(session, on_step=on_step, checkpoint_dir=Path(config.checkpoint.dir) if save_checkpoints else None)
+            fit(session, on_step=on_step, saving=saving, error_dir=saving.folder if saving else None)
         return result

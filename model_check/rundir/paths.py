@@ -73,6 +73,11 @@ class RunDir:
         return self.root / "logs"
 
     @property
+    def checkpoints(self) -> Path:
+        """A link to the folder that this run saves its checkpoints into."""
+        return self.root / "checkpoints"
+
+    @property
     def events_dir(self) -> Path:
         return self.root / "events"
 
