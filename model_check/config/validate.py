@@ -206,19 +206,10 @@ def check_world(config: Config, world_size: int) -> list[Problem]:
 
 
 def unsupported(config: Config) -> list[Problem]:
-    """What the schema knows and the engine of this version does not do: data parallelism is all there is."""
+    """What the schema knows and the engine of this version does not do."""
     parallel = config.parallel
     asked = {
-        "parallel.strategy": (parallel.strategy, parallel.strategy in ("fsdp", "hsdp"), "ddp"),
-        "parallel.tensor": (parallel.tensor, parallel.tensor > 1, 1),
-        "parallel.pipeline": (parallel.pipeline, parallel.pipeline > 1, 1),
         "parallel.context": (parallel.context, parallel.context > 1, 1),
-        "parallel.activation_checkpointing": (
-            parallel.activation_checkpointing,
-            parallel.activation_checkpointing != "none",
-            "none",
-        ),
-        "fsdp.cpu_offload": (str(config.fsdp.cpu_offload).lower(), config.fsdp.cpu_offload, "false"),
         "launch.start": (config.launch.start, config.launch.start == "gate", "warm"),
         "launch.low_memory": ("true", config.launch.low_memory, "false"),
         "launch.memory_limit_gb": (config.launch.memory_limit_gb, config.launch.memory_limit_gb is not None, "null"),

@@ -3,7 +3,7 @@
 from model_check.models.attention import BACKENDS
 from model_check.models.compile import apply_compile
 from model_check.models.hf_config import config_from_shape, shape_from_config, shape_from_pretrained
-from model_check.models.initialize import build_empty_model, build_model, initialize
+from model_check.models.initialize import build_empty_model, build_meta_model, build_model, initialize
 from model_check.models.llama import Attention, Block, FeedForward, Llama, RMSNorm
 from model_check.models.loss import IGNORED, fused_linear_cross_entropy, plain_linear_cross_entropy
 from model_check.models.simple import SimpleModel
@@ -20,6 +20,7 @@ __all__ = [
     "SimpleModel",
     "apply_compile",
     "build_empty_model",
+    "build_meta_model",
     "build_model",
     "config_from_shape",
     "fused_linear_cross_entropy",

@@ -92,8 +92,8 @@ def _check_backend_fits(name: str, device: torch.device, dtype: torch.dtype, hea
 
 
 def build_mask(backend: str, tokens: Tensor, document_ids: Tensor | None) -> AttentionMask:
-    """The mask of one forward pass over [batch, length] tokens, in the form `backend` takes; None is plain causal."""
-    batch, length = tokens.shape
+    """The mask of one pass over [batch, length, …], in the form `backend` takes; None is plain causal."""
+    batch, length = tokens.shape[:2]
     device = tokens.device
     if backend == "flex":
         if document_ids is None:

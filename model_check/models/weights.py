@@ -20,6 +20,7 @@ from torch import Tensor
 
 from model_check.config.shapes import ModelShape
 from model_check.errors import ModelError
+from model_check.models.distribute import fill
 from model_check.models.hf_config import config_from_shape
 from model_check.models.hub import CONFIG_FILE, pretrained_folder
 from model_check.models.llama import Llama
@@ -67,7 +68,7 @@ def load_pretrained(model: Llama, source: str | Path) -> None:
         with _open(path) as tensors:
             for name in tensors.keys():  # noqa: SIM118 — a safetensors file is not iterable
                 if name in parameters:
-                    parameters[name].copy_(tensors.get_tensor(name))
+                    fill(parameters[name], tensors.get_tensor(name))
 
 
 def save_pretrained(
