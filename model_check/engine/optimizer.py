@@ -30,9 +30,38 @@ def build_optimizer(model: nn.Module, training: TrainingSection) -> torch.optim.
     groups = decay_groups(model, training.weight_decay)
     options: dict[str, Any] = {"lr": training.learning_rate, "betas": training.betas, "eps": training.eps}
     if training.optimizer_states == "8bit":
-        raise ModelError("8bit", remedy="")
+        return _eight_bit(groups, options)
     if training.optimizer_states == "bf16":
         return SplitAdamW(groups, **options, state_dtype=torch.bfloat16)
     if any(p.dtype == torch.bfloat16 for p in model.parameters()):
         return SplitAdamW(groups, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def _eight_bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """torchao's AdamW, whose moments take a byte each. It knows neither `grad_scale` nor `found_inf`."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ModelError(
+            "training.optimizer_states=8bit needs the torchao package, which is not installed",
+            remedy="pip install torchao, or set training.optimizer_states to bf16",
+        ) from error
+
+    class ScaledAdamW8bit(AdamW8bit):  # type: ignore[misc]
+        """Scales gradients and skips a step by itself, at the price of one wait for the device."""
+
+        grad_scale: torch.Tensor | None = None
+        found_inf: torch.Tensor | None = None
+
+        def step(self, closure: Any = None) -> Any:
+            if self.found_inf is not None and self.found_inf.item():
+                return None
+            if self.grad_scale is not None:
+                factor = 1.0 / self.grad_scale.item()
+                for group in self.param_groups:
+                    gradients = [p.grad for p in group["params"] if p.grad is not None]
+                    torch._foreach_mul_(gradients, factor)
+            return super().step(closure)
+
+    return ScaledAdamW8bit(groups, **options)

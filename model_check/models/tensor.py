@@ -19,7 +19,7 @@ from torch.nn import Embedding, Linear, Parameter
 
 from model_check.config.shapes import ModelShape
 from model_check.errors import ModelError
-from model_check.models.llama import Llama
+from model_check.models.llama import Block, Llama
 from model_check.models.loss import HALF_PRESCALE, IGNORED, check_targets, compute_dtype, denominator_tensor, rows_per_chunk
 
 
@@ -36,7 +36,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
         "feed_forward.w2": RowwiseParallel(),
     }
     for layer in model.layers:
-        parallelize_module(layer, mesh, plan)
+        if isinstance(layer, Block):
+            parallelize_module(layer, mesh, plan)
     if isinstance(model.tok_embed, Embedding):
         parallelize_module(model, mesh, {"tok_embed": RowwiseParallel(input_layouts=Replicate())})
     if isinstance(model.output, Linear):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from model_check import DDPTrainer, SimpleModel, load_config
-from model_check.engine.step import loss_of
+from model_check.engine.passes import loss_of
 from model_check.errors import ModelError, UsageError
 
 CONFIG = {
