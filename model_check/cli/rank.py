@@ -95,16 +95,25 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
     run_dir = RunDir(Path(context.run_dir))
     instrument.install(run_dir.root, rank=context.rank, world_size=context.world_size, local_rank=context.local_rank)
     stop = _StopFlag()
-    place = Place(context.rank, context.world_size, torch.device(context.device), context.label)
+    place = Place(
+        context.rank, context.world_size, torch.device(context.device), context.label, context.local_world_size
+    )
     threads = max(1, torch.get_num_threads() // context.local_world_size) if place.device.type == "cpu" else 1
     torch.set_num_threads(threads)
 
     def say(line: str) -> None:
         print(f"[{context.label}] {line}", flush=True)
 
-    join(place, backend=config.system.backend, timeout_s=config.system.timeout_s)
+    join(
+        place,
+        backend=config.system.backend,
+        timeout_s=config.system.timeout_s,
+        host_tensors=config.fsdp.cpu_offload,
+    )
     data = prepare(data_spec(config))
     session = assemble(config, place, open_loader(config, place, data.train), held_out=data.valid)
+    if place.is_first and place.world_size > 1:
+        say(f"layout: {session.layout.describe()}")
     saves = order.save and config.checkpoint.interval > 0
     peers = Peers() if saves or order.resume else None
     lineage, notes = continue_from(order.resume, session, peers, lineage=_lineage_of(run_dir))

@@ -179,6 +179,13 @@ def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:
         "torch.optim",
         "model_check.cli.rank",
     )
+    parallel = config.parallel
+    if parallel.strategy in ("fsdp", "hsdp") or parallel.tensor * parallel.pipeline * parallel.context > 1:
+        modules += ("model_check.engine.sharded", "model_check.models.parallelize")
+    if parallel.tensor > 1:
+        modules += ("model_check.models.tensor",)
+    if parallel.pipeline > 1:
+        modules += ("model_check.engine.pipelined",)
     compiles = config.training.compile == "on" or (config.training.compile == "auto" and on_gpu)
     if config.checkpoint.interval:
         modules += ("torch.distributed.checkpoint.state_dict",)

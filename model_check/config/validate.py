@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from model_check.config import codes
+from model_check.config.layouts import layout_problems, shard_problems
 from model_check.config.resolve import base_shape, may_be_hub_id, size_problems
 from model_check.errors import Problem, UsageError
 
@@ -19,7 +20,7 @@ _DOTTED_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
 def rule_problems(config: Config) -> list[Problem]:
     """Everything that is wrong between the keys of a config whose values are each fine alone."""
-    rules = (_model_rules, _schedule_rules, _batch_rules, _device_rules, unsupported)
+    rules = (_model_rules, _schedule_rules, _batch_rules, _device_rules, layout_problems, unsupported)
     return [_with_origins(problem, config) for rule in rules for problem in rule(config)]
 
 
@@ -187,8 +188,9 @@ def check_world(config: Config, world_size: int) -> list[Problem]:
                 f"start {group} ranks or a multiple of it, or lower parallel.tensor, pipeline or context",
             )
         ]
-    if training.global_batch is None:
-        return []
+    problems = shard_problems(config, config.data_parallel(world_size))
+    if training.global_batch is None or problems:
+        return problems
     unit = training.batch_size * config.data_parallel(world_size)
     if training.grad_accum_nums is None:
         return [_not_divisible(training.global_batch, unit, "batch_size*dp")] if training.global_batch % unit else []

@@ -1,6 +1,7 @@
 """Training from Python: any nn.Module that returns a loss, one call.
 
     DDPTrainer(model=model, config=config, device="cpu", rank=0, world_size=1).train(num_steps=10)
+    FSDPTrainer(…)   the same, with parameters, gradients and optimizer state in shards
 
 It runs the same step and the same loop as `model-check train`.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -70,6 +71,8 @@ class _GivenBatches:
 class DDPTrainer:
     """Trains a module on this rank; with world_size > 1 the ranks average their gradients through DDP."""
 
+    strategies: ClassVar[tuple[str, ...]] = ("ddp",)
+
     def __init__(
         self,
         model: nn.Module,
@@ -86,6 +89,8 @@ class DDPTrainer:
             config = load_config(values={section: (keys, "python") for section, keys in config.items()})
         elif not isinstance(config, Config):
             config = load_config(config)
+        if config.parallel.strategy not in self.strategies:
+            config = config.with_values({"parallel.strategy": self.strategies[0]}, type(self).__name__)
         if gradient_accumulation_steps is not None:
             config = config.with_values(
                 {"training.grad_accum_nums": gradient_accumulation_steps, "training.global_batch": None},
@@ -111,8 +116,13 @@ class DDPTrainer:
             values["training.max_steps"] = num_steps
         if warmup_steps is not None:
             values["training.scheduler.warmup_steps"] = warmup_steps
-        config = self.config.with_values(values, "DDPTrainer.train")
-        join(self.place, backend=config.system.backend, timeout_s=config.system.timeout_s)
+        config = self.config.with_values(values, f"{type(self).__name__}.train")
+        join(
+            self.place,
+            backend=config.system.backend,
+            timeout_s=config.system.timeout_s,
+            host_tensors=config.fsdp.cpu_offload,
+        )
         held_out = None
         loader: Batches
         if self._data is None:
@@ -136,3 +146,12 @@ class DDPTrainer:
 
             fit(session, on_step=on_step, saving=saving, error_dir=saving.folder if saving else None)
         return result
+
+
+class FSDPTrainer(DDPTrainer):
+    """The same with FSDP2: every rank holds a shard of each parameter, its gradient and its optimizer state.
+
+    All ranks start from the weights that rank 0 passed in. Groups of shards: `parallel.strategy=hsdp` in the config.
+    """
+
+    strategies = ("fsdp", "hsdp")

@@ -9,6 +9,7 @@ The estimate is meant to tell a layout that fits from one that does not. It was 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -54,6 +55,18 @@ class Layout:
         """Whether parameters live in shards. Those of a split model always do, if need be one shard each: DDP knows
         neither slices of a matrix nor stages."""
         return self.strategy != "ddp" or self.context > 1 or self.splits_model
+
+    def describe(self) -> str:
+        """One line for the user: the sizes that are not 1, and why."""
+        sizes = {
+            "pipeline": self.pipeline,
+            "replicas": self.replicate,
+            "shards": self.shard,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+        cut = " × ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "one rank"
+        return f"{self.strategy}, {cut} ({self.why})"
 
     def stage_of(self, rank: int) -> int:
         return rank // (self.world_size // self.pipeline)
@@ -137,7 +150,7 @@ def choose_layout(
         tensor=parallel.tensor,
     )
     ranks_in_host = max(1, ranks_per_host // (parallel.tensor * parallel.context))
-    group = parallel.shard or min(base.data_parallel, ranks_in_host)
+    group = parallel.shard or math.gcd(base.data_parallel, ranks_in_host)
     candidates: dict[Strategy, Layout] = {
         "ddp": base,
         "hsdp": replace(base, strategy="hsdp", replicate=base.data_parallel // group, shard=group),
@@ -149,6 +162,8 @@ def choose_layout(
 
     if parallel.strategy != "auto":
         return replace(settled(parallel.strategy), why=f"parallel.strategy={parallel.strategy}")
+    if config.fsdp.cpu_offload:
+        return replace(settled("fsdp"), why="auto: fsdp, since fsdp.cpu_offload moves shards to the host")
     if base.data_parallel * base.context == 1:
         return replace(base, why="auto: ddp, there is one copy of the model")
     if gpu_bytes is None:
