@@ -6,8 +6,10 @@ are apart here: DCP's plan and the copy to host memory happen while training wai
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,7 +249,8 @@ def collect_parts(state: dict[str, Any], group: Any) -> list[Part]:
 
     collector = PartCollector()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.save(state, storage_writer=collector, planner=planner, process_group=group, no_dist=group is None)
+    with _quiet():
+        dcp.save(state, storage_writer=collector, planner=planner, process_group=group, no_dist=group is None)
     return collector.parts
 
 
@@ -257,4 +260,13 @@ def load_into(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.load(state, storage_reader=ShardReader(folder, manifest), planner=planner, no_dist=True)
+    with _quiet():
+        dcp.load(state, storage_reader=ShardReader(folder, manifest), planner=planner, no_dist=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns of working without a process group, which is what is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from model_check.errors import CheckpointError
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"
 MODEL_PREFIX = "model."
-_WRAPPERS = re.compile(r"(^|\.)(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")
+_WRAPPERS = re.compile(r"(^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")
+_REPLICA = "module."
 # Under which key old trainers keep the weights in what they save.
 _NESTS = ("model", "state_dict", "model_state_dict", "module", "weights")
 
@@ -59,8 +60,16 @@ class Weights:
 
 
 def clean_name(name: str) -> str:
-    """Without what DDP, torch.compile and activation checkpointing put in front of or into a name."""
+    """Without what torch.compile, activation checkpointing and FSDP put into a name."""
     return _WRAPPERS.sub("", name).removeprefix(".")
+
+
+def clean_names(names: Iterable[str]) -> dict[str, str]:
+    """Each stored name with what the model calls it: also without the `module.` of DDP, where all of them carry it."""
+    cleaned = {name: clean_name(name) for name in names}
+    while cleaned and all(name.startswith(_REPLICA) for name in cleaned.values()):
+        cleaned = {stored: clean_name(name.removeprefix(_REPLICA)) for stored, name in cleaned.items()}
+    return cleaned
 
 
 def kind_of(path: Path) -> str:
@@ -83,10 +92,10 @@ def open_weights(path: Path) -> Weights:
     """Names, shapes and formats of every tensor; values are read when asked for."""
     kind = kind_of(path)
     tensors, metadata = {"sharded": _sharded, "hf": _folder, "safetensors": _safetensors, "pt": _pt}[kind](path)
-    cleaned = {clean_name(name): tensor for name, tensor in tensors.items()}
-    wrappers = {match for name in tensors for match in re.findall(r"module\.|_orig_mod\.", name)}
-    prefixes = tuple(sorted(wrappers)) if list(cleaned) != list(tensors) else ()
-    return Weights(path, kind, cleaned, metadata, prefixes)
+    names = clean_names(tensors)
+    changed = [stored for stored, name in names.items() if stored != name]
+    prefixes = sorted({prefix for name in changed for prefix in ("module.", "_orig_mod.") if prefix in name})
+    return Weights(path, kind, {names[name]: tensor for name, tensor in tensors.items()}, metadata, tuple(prefixes))
 
 
 def _sharded(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from model_check.checkpoint.manifest import Manifest
 from model_check.checkpoint.weight_files import Weights, clean_name
 from model_check.errors import CheckpointError
-from model_check.models import hugging_face_name
+from model_check.models import own_name
 
 _MOST_NAMES = 6
 
@@ -127,10 +127,9 @@ def load_weights(model: nn.Module, weights: Weights, shapes: Mapping[str, tuple[
     """Fills the model from a plain file of weights, one tensor at a time; our names or Hugging Face's."""
     stored = {f"model.{name}": tensor for name, tensor in weights.tensors.items() if not name.endswith("inv_freq")}
     if not shapes.keys() & stored.keys():
-        theirs = {f"model.{_hugging_face_name(name.removeprefix('model.'))}": name for name in shapes}
-        stored = {theirs.get(name, name): tensor for name, tensor in stored.items()}
+        stored = {f"model.{_own_name(name.removeprefix('model.'))}": tensor for name, tensor in stored.items()}
         if "model.output.weight" not in shapes:
-            stored.pop("model.lm_head.weight", None)
+            stored.pop("model.output.weight", None)
     wrong = _misfit({name: tensor.shape for name, tensor in stored.items()}, shapes, str(weights.path))
     if wrong is not None:
         raise wrong
@@ -138,9 +137,9 @@ def load_weights(model: nn.Module, weights: Weights, shapes: Mapping[str, tuple[
         _copy_whole(target, stored[name].read())
 
 
-def _hugging_face_name(name: str) -> str:
+def _own_name(name: str) -> str:
     try:
-        return hugging_face_name(name)
+        return own_name(name)
     except KeyError:
         return name
 

@@ -7,7 +7,7 @@ from model_check.models.initialize import build_empty_model, build_meta_model, b
 from model_check.models.llama import Attention, Block, FeedForward, Llama, RMSNorm
 from model_check.models.loss import IGNORED, fused_linear_cross_entropy, plain_linear_cross_entropy
 from model_check.models.simple import SimpleModel
-from model_check.models.weights import hugging_face_name, load_pretrained, save_pretrained
+from model_check.models.weights import hugging_face_name, load_pretrained, own_name, save_pretrained
 
 __all__ = [
     "BACKENDS",
@@ -27,6 +27,7 @@ __all__ = [
     "hugging_face_name",
     "initialize",
     "load_pretrained",
+    "own_name",
     "plain_linear_cross_entropy",
     "save_pretrained",
     "shape_from_config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from model_check.diagnose.catalogue.checkpoints import CHECKPOINTS
 from model_check.diagnose.catalogue.crashing import CRASHING
 from model_check.diagnose.catalogue.entry import Entry
 from model_check.diagnose.catalogue.hanging import HANGING
@@ -9,7 +10,7 @@ from model_check.diagnose.catalogue.pages import as_markdown, as_text
 from model_check.diagnose.catalogue.slowness import SLOWNESS
 from model_check.diagnose.catalogue.starting import STARTING
 
-CATALOGUE: dict[str, Entry] = {**STARTING, **HANGING, **CRASHING, **SLOWNESS}
+CATALOGUE: dict[str, Entry] = {**STARTING, **HANGING, **CRASHING, **CHECKPOINTS, **SLOWNESS}
 
 
 def explain(code: str) -> str:

@@ -12,6 +12,7 @@ _FAMILIES = {
     "MC2": "Hang",
     "MC3": "Crash",
     "MC5": "Memory",
+    "MC6": "Checkpoint",
     "MC7": "Slow",
 }
 _WIDTH = 96
