@@ -33,7 +33,7 @@ def train(
     fast_dev_run: Annotated[int, typer.Option(help="Only N steps, without checkpoints and trackers.")] = 0,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Loader workers per rank.")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto, or the folder of a checkpoint.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or a .pt file.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
@@ -142,6 +142,7 @@ def _train_here(
     from model_check.launch.supervisor import Limits
 
     directory = RunDir.create(run_dir, resuming=resume is not None)
+    directory.set_aside_earlier_attempt()
     _write_identity(directory, config)
     Verdict(world_size=ranks * nnodes).write(directory.verdict)
     prepare_with_progress(config)

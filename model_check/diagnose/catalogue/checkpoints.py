@@ -9,7 +9,7 @@ CHECKPOINTS: dict[str, Entry] = {
         "corrupt checkpoint",
         "A file of a checkpoint is not what was saved: its size or a checksum differs.",
         "A flipped bit on the disk or on the way to it, a copy that was cut short, a file edited by hand.",
-        "Every tensor has a checksum in the manifest, and the manifest has one too; all bytes are read before training.",
+        "Every tensor has a checksum in the manifest, and so has the manifest; all bytes are read before training.",
         (
             "--resume auto goes on from the newest checkpoint that verifies",
             "model-check checkpoint verify .checkpoints reads all of them",
