@@ -114,7 +114,9 @@ def main() -> int:
                 f"{'  TOO FAR' if is_far else ''}",
                 flush=True,
             )
-    print(f"tolerances: loss {TOLERANCE:.0e}, gradient norm {NORM_TOLERANCE:.0e}, relative, over {arguments.steps} steps")
+    print(
+        f"tolerances: loss {TOLERANCE:.0e}, gradient norm {NORM_TOLERANCE:.0e}, relative, over {arguments.steps} steps"
+    )
     return 1 if far else 0
 
 

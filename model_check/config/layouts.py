@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from model_check.config import codes
 from model_check.config.resolve import base_shape
@@ -34,11 +34,11 @@ def shard_problems(config: Config, data_parallel: int) -> list[Problem]:
     ]
 
 
-def _size(config: Config, name: str) -> int | bool | None:
+def _size(config: Config, name: str) -> Any:
     """A size of the model, as far as the configuration alone knows it."""
     explicit = getattr(config.model, name)
     if explicit is not None:
-        return explicit  # type: ignore[no-any-return]
+        return explicit
     try:
         base = base_shape(config.model.model_path)
     except UsageError:

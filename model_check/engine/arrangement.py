@@ -59,7 +59,7 @@ def arrange_llama(config: Config, place: Place, vocab_size: int) -> Arranged:
 
 
 def arrange_module(config: Config, place: Place, model: nn.Module) -> Arranged:
-    """Any module that returns a loss, with the weights it has on rank 0; only its replicas or shards are ours to make."""
+    """Any module that returns a loss, with the weights it has on rank 0: replicated or sharded, never cut otherwise."""
     layout = _layout(config, place, sum(p.numel() for p in model.parameters()), None)
     if layout.splits_model or layout.context > 1:
         raise UsageError(

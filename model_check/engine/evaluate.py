@@ -14,9 +14,7 @@ from model_check.engine.place import Place
 
 
 @torch.no_grad()
-def validation_loss(
-    model: nn.Module, passes: Passes, batches: Callable[[], Iterable[Any]], place: Place
-) -> float:
+def validation_loss(model: nn.Module, passes: Passes, batches: Callable[[], Iterable[Any]], place: Place) -> float:
     """Mean loss over this rank's held-out batches, averaged over all ranks that compute one."""
     was_training = model.training
     model.eval()

@@ -48,7 +48,7 @@ def _eight_bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
             remedy="pip install torchao, or set training.optimizer_states to bf16",
         ) from error
 
-    class ScaledAdamW8bit(AdamW8bit):  # type: ignore[misc]
+    class ScaledAdamW8bit(AdamW8bit):
         """Scales gradients and skips a step by itself, at the price of one wait for the device."""
 
         grad_scale: torch.Tensor | None = None

@@ -26,9 +26,7 @@ class ShardedModel(WholeModel):
     micro-batches. Where they do not, each micro-batch scatters its gradients, and only replicas wait for the last one.
     """
 
-    def __init__(
-        self, model: nn.Module, precision: Precision, device: torch.device, *, keep_gathered: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, precision: Precision, device: torch.device, *, keep_gathered: bool) -> None:
         super().__init__(model, precision, device)
         self._keep_gathered = keep_gathered
 

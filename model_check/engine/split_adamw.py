@@ -190,6 +190,4 @@ class SplitAdamW(torch.optim.Optimizer):
         if blocks == 0:
             return  # a shard can be empty
         bits = held if low is None else held.view(torch.int16)
-        _update_kernel[(blocks,)](
-            bits, low, *rest, scalars, count, BLOCK=BLOCK, SPLIT=low is not None, num_warps=8
-        )
+        _update_kernel[(blocks,)](bits, low, *rest, scalars, count, BLOCK=BLOCK, SPLIT=low is not None, num_warps=8)

@@ -24,7 +24,7 @@ class StepTensors:
 
 def whole_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of gradients that this rank holds whole."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tuple(gradients), 2, dtype=torch.float32)))
 
 
 class TrainStep:

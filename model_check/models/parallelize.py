@@ -21,8 +21,8 @@ def apply_fully_shard(
     compute_dtype: torch.dtype | None,
     reshard: bool,
     cpu_offload: bool,
-) -> nn.Module:
-    """Shard every block, then what is left, over `mesh`. Gradients are reduced in float32, buffers stay as they are.
+) -> None:
+    """Shard every block of `model`, then what is left, over `mesh`. Gradients are reduced in float32, buffers stay.
 
     compute_dtype  parameters are gathered in this format; None: as they are stored
     reshard        gathered parameters are freed after each use instead of at the end of the step
@@ -33,9 +33,12 @@ def apply_fully_shard(
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
     for unit in _units(model):
-        fully_shard(unit, reshard_after_forward=reshard, **options)
+        sharded = fully_shard(unit, reshard_after_forward=reshard, **options)
+        if isinstance(unit, nn.Embedding):
+            # The gradient of a lookup needs no weights: gathering them again for it would be for nothing.
+            sharded.set_unshard_in_backward(False)
     # The root's parameters are needed at both ends of the step: freeing them between would only gather them twice.
-    return fully_shard(model, reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:

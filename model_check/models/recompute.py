@@ -58,7 +58,7 @@ def apply_activation_checkpointing(model: Llama, mode: Literal["none", "selectiv
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return create_selective_checkpoint_contexts(_Keeper())  # type: ignore[no-any-return]
+    return create_selective_checkpoint_contexts(_Keeper())
 
 
 class _Keeper:
@@ -69,8 +69,7 @@ class _Keeper:
         self._widening: dict[bool, int] = defaultdict(int)
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = CheckpointPolicy.MUST_SAVE if self._keeps(context, op, args) else CheckpointPolicy.PREFER_RECOMPUTE
-        return keep
+        return CheckpointPolicy.MUST_SAVE if self._keeps(context, op, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _keeps(self, context: Any, op: Any, args: tuple[Any, ...]) -> bool:
         if op in _ATTENTION:

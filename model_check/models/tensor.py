@@ -20,7 +20,14 @@ from torch.nn import Embedding, Linear, Parameter
 from model_check.config.shapes import ModelShape
 from model_check.errors import ModelError
 from model_check.models.llama import Block, Llama
-from model_check.models.loss import HALF_PRESCALE, IGNORED, check_targets, compute_dtype, denominator_tensor, rows_per_chunk
+from model_check.models.loss import (
+    HALF_PRESCALE,
+    IGNORED,
+    check_targets,
+    compute_dtype,
+    denominator_tensor,
+    rows_per_chunk,
+)
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
@@ -68,8 +75,9 @@ class VocabularyParallelLoss:
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, denominator: Tensor | float | None = None
     ) -> Tensor:
+        assert isinstance(weight, DTensor), f"the output head is not cut by vocabulary but a {type(weight).__name__}"
         check_targets(targets, weight.shape[0])
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        local = weight.to_local()
         first = self._rank * local.shape[0]
         divisor = denominator_tensor(denominator, targets)
         loss: Tensor = _VocabularyParallelCrossEntropy.apply(

@@ -168,8 +168,9 @@ def choose_layout(
         return replace(base, why="auto: ddp, there is one copy of the model")
     if gpu_bytes is None:
         return replace(base, why="auto: ddp, this device has no memory of its own to run out of")
-    usable, needed = gpu_bytes * USABLE_SHARE, {}
-    for strategy in ("ddp", "hsdp", "fsdp"):
+    usable = gpu_bytes * USABLE_SHARE
+    needed: dict[Strategy, float] = {}
+    for strategy in candidates:
         layout = settled(strategy)
         needed[strategy] = estimate(config, layout, parameters, shape, on_gpu=True).total
         if needed[strategy] <= usable:

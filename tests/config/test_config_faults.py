@@ -122,7 +122,12 @@ WRONG_VALUES = [
         "set model.tie_embeddings to false",
     ),
     ({"parallel": {"tensor": 4}}, "MC853", "model.num_kv_heads=2 cannot be cut", "common divisor"),
-    ({"parallel": {"strategy": "fsdp", "shard": 2}}, "MC854", "parallel.strategy=fsdp", "set parallel.strategy to hsdp"),
+    (
+        {"parallel": {"strategy": "fsdp", "shard": 2}},
+        "MC854",
+        "parallel.strategy=fsdp",
+        "set parallel.strategy to hsdp",
+    ),
     (
         {"parallel": {"tensor": 2}, "training": {"precision": "fp8"}},
         "MC855",
