@@ -44,9 +44,7 @@ def build_empty_model(
     return build_meta_model(shape, dtype, attention_backend).to_empty(device=device)
 
 
-def build_meta_model(
-    shape: ModelShape, dtype: torch.dtype = torch.float32, attention_backend: str = "auto"
-) -> Llama:
+def build_meta_model(shape: ModelShape, dtype: torch.dtype = torch.float32, attention_backend: str = "auto") -> Llama:
     """Names and shapes only: cut it up first, and no rank ever holds more than its own part."""
     with torch.device("meta"):
         return Llama(shape, attention_backend).to(dtype)
