@@ -105,7 +105,8 @@ def activation_bytes(shape: ModelShape, tokens: int, config: Config, layers: int
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     kept_by_full = float(shape.hidden_size)
     everything = 2 * shape.hidden_size + (heads + 2 * shape.intermediate_size) / config.parallel.tensor
-    selected = 2 * shape.hidden_size + (heads + shape.intermediate_size) / config.parallel.tensor
+    queries = 2 * shape.num_heads * shape.head_dim
+    selected = 2 * shape.hidden_size + (queries + shape.intermediate_size) / config.parallel.tensor
     kept = {"none": everything, "selective": selected, "full": kept_by_full}
     per_token = kept[config.parallel.activation_checkpointing] * layers
     # The block whose backward runs is whole, whatever was kept of it.
