@@ -140,7 +140,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> list[Written]:
     at = 0
     with path.open("xb") as file:
         for part in parts:
-            flat = memoryview(as_bytes(part.data.to("cpu")).numpy())
+            flat = as_bytes(part.data.to("cpu")).numpy().data
             digest = new_hash()
             for begin in range(0, len(flat), BLOCK_BYTES):
                 block = flat[begin : begin + BLOCK_BYTES]
@@ -161,7 +161,7 @@ def read_chunk(folder: Path, entry: TensorEntry, chunk: Chunk) -> Tensor:
     if chunk.bytes:
         with (folder / chunk.file).open("rb") as file:
             file.seek(chunk.start)
-            got = file.readinto(memoryview(memory.numpy()))
+            got = file.readinto(memory.numpy().data)
         if got != chunk.bytes:
             raise CheckpointError(
                 f"{folder / chunk.file} ends early", remedy="resume from another checkpoint", code="MC601"

@@ -227,17 +227,24 @@ def _stored(path: Path, tensor: Tensor, offsets_known: bool) -> StoredTensor:
     shape = tuple(tensor.shape)
     if not offsets_known:
         return StoredTensor(tensor.dtype, shape, lambda: tensor)
-    begin = tensor.untyped_storage()._checkpoint_offset
-    stride, first = tensor.stride(), tensor.storage_offset()
+    begin = offset_in_file(tensor) + int(tensor.storage_offset()) * tensor.dtype.itemsize
+    stride = tensor.stride()
     span = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if tensor.numel() else 0
 
     def read() -> Tensor:
         memory = torch.empty(span * tensor.dtype.itemsize, dtype=torch.uint8)
         with path.open("rb") as file:
-            file.seek(begin + first * tensor.dtype.itemsize)
-            got = file.readinto(memoryview(memory.numpy())) if span else 0
+            file.seek(begin)
+            got = file.readinto(memory.numpy().data) if span else 0
         if got != memory.numel():
             raise CheckpointError(f"{path} ends early", remedy="copy it again", code="MC601")
         return memory.view(tensor.dtype).as_strided(shape, stride)
 
     return StoredTensor(tensor.dtype, shape, read)
+
+
+def offset_in_file(hollow: Tensor) -> int:
+    """Where the storage of a tensor begins in the file that it was loaded from without its values."""
+    offset = hollow.untyped_storage()._checkpoint_offset
+    assert offset is not None, "torch did not say where the tensor lies in its file"
+    return int(offset)

@@ -22,6 +22,7 @@ from model_check.checkpoint.weight_files import (
     SAFETENSORS_INDEX,
     SAFETENSORS_NAMES,
     StoredTensor,
+    offset_in_file,
 )
 from model_check.errors import CheckpointError
 
@@ -86,7 +87,7 @@ def write_pt(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> Non
         with scratch.open("r+b") as file:
             for name, tensor in tensors.items():
                 if tensor.bytes:
-                    file.seek(places[name].untyped_storage()._checkpoint_offset)
+                    file.seek(offset_in_file(places[name]))
                     _write_values(file, tensor)
             _to_disk(file)
 
@@ -118,7 +119,7 @@ def _stream_safetensors(file: BinaryIO, tensors: Tensors, metadata: dict[str, st
 
 def _write_values(file: BinaryIO, tensor: StoredTensor) -> None:
     value = tensor.read()
-    flat = memoryview(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = value.contiguous().reshape(-1).view(torch.uint8).numpy().data
     for begin in range(0, len(flat), _BLOCK_BYTES):
         file.write(flat[begin : begin + _BLOCK_BYTES])
 

@@ -30,7 +30,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's own tensors under the names of the parameters they belong to."""
-    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
     return {
         f"optimizer.{names[parameter]}.{key}": value
         for parameter, state in optimizer.state.items()

@@ -23,7 +23,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(trained: Path, tmp_path: Path) -> Shell:
-    shutil.copytree(trained, tmp_path / "copy", symlinks=True)
+    for name in (".checkpoints", ".cache"):
+        shutil.copytree(trained / name, tmp_path / "copy" / name, symlinks=True)
     return Shell(tmp_path / "copy")
 
 
@@ -83,7 +84,7 @@ def test_an_older_one_branches_off_and_leaves_the_newer_ones(copy: Shell) -> Non
     assert json.loads((checkpoint(copy, 8) / "manifest.json").read_text())["world_size"] == 2
 
 
-def test_weights_of_the_old_world_start_a_run(copy: Shell) -> None:
+def test_weights_of_the_old_world_start_a_run(copy: Shell, trained: Path) -> None:
     exported = copy.model_check("checkpoint", "convert", str(checkpoint(copy, 8)), "plain.pt")
     assert exported.code == 0, exported.err
     state = torch.load(copy.folder / "plain.pt", weights_only=True)["model"]
@@ -91,7 +92,7 @@ def test_weights_of_the_old_world_start_a_run(copy: Shell) -> None:
     done = resume(copy, what="old.pt")
     assert done.code == 0, done.err
     assert "[MC605] names in old.pt carried _orig_mod., module.; taken off" in done.out
-    fresh = json.loads((copy.folder / "run1" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    fresh = json.loads((trained / "run1" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     first = done.metrics()[0]
     assert first["step"] == 0 and first["loss"] != fresh
 
