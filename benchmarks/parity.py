@@ -54,6 +54,8 @@ LAYOUTS = (
     Case("PP 2", 2, ("parallel.pipeline=2",)),
     Case("PP+FSDP 2×2", 4, ("parallel.pipeline=2", "parallel.strategy=fsdp")),
     Case("PP+TP 2×2", 4, ("parallel.pipeline=2", "parallel.tensor=2")),
+    Case("CP 2", 2, ("parallel.context=2",)),
+    Case("FSDP+CP 2×2", 4, ("parallel.strategy=fsdp", "parallel.context=2")),
     Case("FSDP 2, full recomputation", 2, ("parallel.strategy=fsdp", "parallel.activation_checkpointing=full")),
     Case(
         "FSDP 2, selective recomputation", 2, ("parallel.strategy=fsdp", "parallel.activation_checkpointing=selective")
@@ -77,7 +79,9 @@ def train(case: Case, folder: Path, steps: int) -> Curve:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=300)
     verdict = json.loads((run_dir / "verdict.json").read_text())
-    assert verdict["outcome"] == "completed" and not verdict["findings"], verdict
+    # Whether a rank is slow (MC7xx) depends on who else uses this machine; everything else on the layout alone.
+    wrong = [finding for finding in verdict["findings"] if not finding["code"].startswith("MC7")]
+    assert verdict["outcome"] == "completed" and not wrong, verdict
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return Curve(
         [record["loss"] for record in records],

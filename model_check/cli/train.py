@@ -185,6 +185,8 @@ def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:
         modules += ("model_check.engine.sharded", "model_check.models.parallelize")
     if parallel.tensor > 1:
         modules += ("model_check.models.tensor",)
+    if parallel.context > 1:
+        modules += ("model_check.models.context",)
     if parallel.pipeline > 1:
         modules += ("model_check.engine.pipelined",)
     compiles = config.training.compile == "on" or (config.training.compile == "auto" and on_gpu)

@@ -37,6 +37,7 @@ TENSOR_NOT_DIVISIBLE = "MC853"
 SHARD_WITHOUT_HSDP = "MC854"
 LAYOUT_PRECISION = "MC855"
 LAYOUT_WITHOUT_FSDP = "MC856"
+CONTEXT_NOT_DIVISIBLE = "MC857"
 NOT_AVAILABLE_YET = "MC860"
 
 MEANINGS: dict[str, str] = {
@@ -75,5 +76,6 @@ MEANINGS: dict[str, str] = {
     SHARD_WITHOUT_HSDP: "parallel.shard is set for a strategy that does not read it",
     LAYOUT_PRECISION: "the layout does not run in this number format",
     LAYOUT_WITHOUT_FSDP: "a key of the fsdp section asks for something the strategy cannot do",
+    CONTEXT_NOT_DIVISIBLE: "sequences cannot be cut over that many context ranks",
     NOT_AVAILABLE_YET: "the engine of this version cannot do what is asked",
 }

@@ -16,7 +16,8 @@ _CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"
 
 def layout_problems(config: Config) -> list[Problem]:
     """What is wrong with the layout whatever the number of ranks."""
-    return [*_shape_problems(config), *_format_problems(config), *_strategy_problems(config)]
+    rules = (_shape_problems, _context_problems, _format_problems, _strategy_problems)
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def shard_problems(config: Config, data_parallel: int) -> list[Problem]:
@@ -79,6 +80,43 @@ def _shape_problems(config: Config) -> list[Problem]:
                     "set parallel.tensor to a common divisor of heads, MLP width and vocabulary",
                 )
             )
+    return problems
+
+
+def _context_problems(config: Config) -> list[Problem]:
+    slices, length = config.parallel.context, config.training.context_length
+    if slices == 1:
+        return []
+    problems = []
+    if length % (2 * slices):
+        problems.append(
+            Problem(
+                codes.CONTEXT_NOT_DIVISIBLE,
+                "parallel.context",
+                f"training.context_length={length} cannot be cut into the {2 * slices} pieces of "
+                f"parallel.context={slices}",
+                f"use a multiple of {2 * slices}",
+            )
+        )
+    if config.data.document_mask:
+        problems.append(
+            Problem(
+                codes.CONTEXT_NOT_DIVISIBLE,
+                "parallel.context",
+                f"parallel.context={slices} cannot keep documents apart across slices, but data.document_mask=true",
+                "set data.document_mask to false, or parallel.context to 1",
+            )
+        )
+    backend = config.model.attention_backend
+    if backend not in ("auto", "sdpa", "flex", "math"):
+        problems.append(
+            Problem(
+                codes.CONTEXT_NOT_DIVISIBLE,
+                "model.attention_backend",
+                f"model.attention_backend={backend} takes no mask, and parallel.context={slices} needs one",
+                "set model.attention_backend to auto",
+            )
+        )
     return problems
 
 

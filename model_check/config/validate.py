@@ -209,9 +209,7 @@ def check_world(config: Config, world_size: int) -> list[Problem]:
 
 def unsupported(config: Config) -> list[Problem]:
     """What the schema knows and the engine of this version does not do."""
-    parallel = config.parallel
     asked = {
-        "parallel.context": (parallel.context, parallel.context > 1, 1),
         "launch.start": (config.launch.start, config.launch.start == "gate", "warm"),
         "launch.low_memory": ("true", config.launch.low_memory, "false"),
         "launch.memory_limit_gb": (config.launch.memory_limit_gb, config.launch.memory_limit_gb is not None, "null"),

@@ -1,7 +1,7 @@
 """A model, spread over the ranks as the layout says: built on the meta device, cut up, and only then filled.
 
-The order matters: stage, tensor slices, fp8, recomputation, compilation, shards, memory, weights. No rank ever holds
-more than its own part and one whole tensor, and the weights are the same for every layout.
+The order matters: stage, tensor slices, context, fp8, recomputation, compilation, shards, memory, weights. No rank
+ever holds more than its own part and one whole tensor, and the weights are the same for every layout.
 """
 
 from __future__ import annotations
@@ -115,6 +115,12 @@ def _transform(model: Llama, config: Config, layout: Layout, mesh: Any, precisio
         from model_check.models.tensor import apply_tensor_parallel
 
         apply_tensor_parallel(model, mesh[TENSOR])
+    if layout.context > 1:
+        from model_check.engine.mesh import context_group
+        from model_check.models.context import apply_context_parallel
+
+        group, number = context_group(layout, place.device)
+        apply_context_parallel(model, group, number, layout.context)
     if precision.name == "fp8":
         apply_fp8(model, place.device)
     if config.parallel.activation_checkpointing != "none":

@@ -68,10 +68,9 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def document_arguments(batch: Any) -> dict[str, torch.Tensor]:
-    """What keeps packed documents apart, where a batch of our loader carries it."""
-    if batch.document_ids is None:
-        return {}
-    return {"positions": batch.positions, "document_ids": batch.document_ids}
+    """Positions that do not just count up, and what keeps packed documents apart, where a batch carries them."""
+    named = {"positions": batch.positions, "document_ids": batch.document_ids}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def call_model(model: nn.Module, batch: Any) -> torch.Tensor:

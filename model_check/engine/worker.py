@@ -22,7 +22,7 @@ from model_check.data import BatchLoader, Cursor, PackedCache, load_tokenizer
 from model_check.engine import resume
 from model_check.engine.arrangement import arrange_llama, arrange_module
 from model_check.engine.evaluate import validation_loss
-from model_check.engine.feed import on_device
+from model_check.engine.feed import context_cut, on_device
 from model_check.engine.loop import Loop, LoopPlan, StepInfo
 from model_check.engine.optimizer import build_optimizer
 from model_check.engine.place import Place
@@ -205,7 +205,7 @@ def _evaluator(session: Session) -> Callable[[int], float | None]:
             seed=config.system.seed,
             document_mask=config.data.document_mask,
         )
-        feed = on_device(loader, place.device)
+        feed = on_device(loader, place.device, context_cut(config, place.rank))
         try:
             for _ in range(config.training.eval_batches):
                 yield next(feed)
@@ -246,7 +246,7 @@ def fit(
     loop = Loop(
         _plan(session, last),
         session.train_step,
-        on_device(session.loader, session.place.device),
+        on_device(session.loader, session.place.device, context_cut(config, session.place.rank)),
         rate_of=lambda step: (
             config.training.learning_rate
             * rate_factor(

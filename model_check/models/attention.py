@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from model_check.errors import ModelError
 
 BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "math")
 AttentionMask: TypeAlias = "Tensor | BlockMask | None"
+MaskBuilder: TypeAlias = "Callable[[str, Tensor, Tensor | None], AttentionMask]"
 
 _SDPA_KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 _WITH_DOCUMENTS = ("sdpa", "flex", "math")

@@ -8,7 +8,14 @@ from torch import Tensor, nn
 
 from model_check.config.shapes import ModelShape
 from model_check.errors import ModelError
-from model_check.models.attention import AttentionMask, attend, build_mask, check_backend_name, resolve_backend
+from model_check.models.attention import (
+    AttentionMask,
+    MaskBuilder,
+    attend,
+    build_mask,
+    check_backend_name,
+    resolve_backend,
+)
 from model_check.models.loss import LinearCrossEntropy, fused_linear_cross_entropy
 from model_check.models.rope import RotaryEmbedding, RotaryTables, rotate
 
@@ -89,6 +96,7 @@ class Llama(nn.Module):
         self.shape = shape
         self.attention_backend = attention_backend
         self.linear_cross_entropy: LinearCrossEntropy = fused_linear_cross_entropy
+        self.context_mask: MaskBuilder | None = None  # where a rank holds a slice of each sequence
         self.tok_embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.rotary = RotaryEmbedding(shape)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
@@ -136,17 +144,17 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device)
         rotary = self.rotary(positions)
-        backend = self._backend_for(hidden, documents=document_ids is not None)
-        mask = build_mask(backend, hidden, document_ids)
+        backend = self._backend_for(hidden, masked=document_ids is not None or self.context_mask is not None)
+        mask = (self.context_mask or build_mask)(backend, hidden, document_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotary, backend, mask)
         return hidden
 
-    def _backend_for(self, hidden: Tensor, documents: bool) -> str:
+    def _backend_for(self, hidden: Tensor, masked: bool) -> str:
         device = hidden.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
-        return resolve_backend(self.attention_backend, device, dtype, self.shape.head_dim, documents)
+        return resolve_backend(self.attention_backend, device, dtype, self.shape.head_dim, masked)
 
 
 def _check_shape(shape: ModelShape) -> None:

@@ -78,6 +78,11 @@ def data_rank(config: Config, rank: int, world_size: int) -> int:
     return rank // inner % config.data_parallel(world_size)
 
 
+def context_rank(config: Config, rank: int) -> int:
+    """Which slice of every sequence this rank computes."""
+    return rank // config.parallel.tensor % config.parallel.context
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Bytes on one rank."""

@@ -113,7 +113,20 @@ WRONG_VALUES = [
         "training.use_amp=false means fp32",
         "set model.attention_backend to auto",
     ),
-    ({"parallel": {"context": 2}}, "MC860", "parallel.context=2", "set it to 1"),
+    ({"launch": {"low_memory": True}}, "MC860", "launch.low_memory=true", "set it to false"),
+    ({"parallel": {"context": 3}}, "MC857", "training.context_length=512 cannot be cut into the 6", "a multiple of 6"),
+    (
+        {"parallel": {"context": 2}, "data": {"document_mask": True}},
+        "MC857",
+        "data.document_mask=true",
+        "set data.document_mask to false",
+    ),
+    (
+        {"parallel": {"context": 2}, "model": {"attention_backend": "flash"}, "training": {"precision": "bf16"}},
+        "MC857",
+        "model.attention_backend=flash takes no mask",
+        "set model.attention_backend to auto",
+    ),
     ({"parallel": {"pipeline": 3}}, "MC852", "parallel.pipeline=3 stages cannot share model.num_layers=2", "2 or less"),
     (
         {"parallel": {"pipeline": 2}, "model": {"tie_embeddings": True}},

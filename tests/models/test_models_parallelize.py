@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -31,6 +33,7 @@ from model_check.models import (
     plain_linear_cross_entropy,
     save_pretrained,
 )
+from model_check.models.context import apply_context_parallel, slice_positions
 from model_check.models.loss import IGNORED
 from model_check.models.parallelize import apply_fully_shard
 from model_check.models.pipeline import keep_stage, layers_of_stage
@@ -238,6 +241,29 @@ def test_the_vocabulary_parallel_loss_ignores_and_divides_as_the_plain_one() -> 
         assert torch.allclose(found_loss, loss, rtol=1e-6)
         assert torch.allclose(found_hidden, for_hidden, atol=1e-5)
     assert torch.allclose(torch.cat([rows for *_, rows in answers]), for_weight, atol=1e-5)
+
+
+@given(ranks=st.integers(1, 8), piece=st.integers(1, 5))
+def test_context_slices_are_a_fair_partition(ranks: int, piece: int) -> None:
+    length = 2 * ranks * piece
+    slices = [slice_positions(length, rank, ranks) for rank in range(ranks)]
+    assert sorted(torch.cat(slices).tolist()) == list(range(length))
+    looked_at = {int((positions + 1).sum()) for positions in slices}
+    assert len(looked_at) == 1, "all ranks look at the same number of keys"
+
+
+def test_context_slices_compute_what_the_whole_model_does() -> None:
+    tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
+    whole = build_model(SHAPE, seed=7)
+    expected_logits = whole(tokens[:, :-1]).tolist()
+
+    def work(rank: int) -> Any:
+        model = apply_context_parallel(build_model(SHAPE, seed=7), dist.group.WORLD, rank, 2)
+        kept = slice_positions(32, rank, 2)
+        return kept.tolist(), model(tokens[:, :-1][:, kept], positions=kept).tolist()
+
+    for kept, logits in on_ranks(2, work):
+        assert torch.allclose(torch.tensor(logits), torch.tensor(expected_logits)[:, kept], atol=1e-5)
 
 
 def test_sizes_that_tensor_ranks_cannot_share_are_named() -> None:
