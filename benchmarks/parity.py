@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # fp32 sums of the same terms in another order: a relative rounding error of 2**-24 each, over a few hundred terms in
-# the loss and six optimizer steps. Another sample in one batch changes the loss by 30 times as much.
+# the loss and six optimizer steps. Another seed is far outside (tests/multiproc/test_parity_layouts.py).
 TOLERANCE = 2e-5
 # The norm adds 500,000 squares, whose order differs most between layouts.
 NORM_TOLERANCE = 1e-3
