@@ -1,6 +1,6 @@
 """Model Check trains LLaMA-style models on every GPU you have, and says why when a run breaks.
 
-from model_check import load_config, validate_config, DDPTrainer, SimpleModel
+from model_check import load_config, validate_config, DDPTrainer, FSDPTrainer, SimpleModel
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from model_check.config import Config, load_config, validate_config
-    from model_check.engine.trainer import DDPTrainer
+    from model_check.engine.trainer import DDPTrainer, FSDPTrainer
     from model_check.models import SimpleModel
 
 __version__ = "0.1.0"
@@ -21,10 +21,11 @@ _HOMES = {
     "load_config": "model_check.config",
     "validate_config": "model_check.config",
     "DDPTrainer": "model_check.engine.trainer",
+    "FSDPTrainer": "model_check.engine.trainer",
     "SimpleModel": "model_check.models",
 }
 
-__all__ = ["Config", "DDPTrainer", "SimpleModel", "load_config", "validate_config"]
+__all__ = ["Config", "DDPTrainer", "FSDPTrainer", "SimpleModel", "load_config", "validate_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ class Verb:
     function: str
     line: str
     passes_arguments_on: bool = False
+    subverbs: tuple[str, ...] = ()
 
 
 VERBS = {
@@ -31,6 +32,12 @@ VERBS = {
     "run": Verb("model_check.cli.run", "run", "Run any PyTorch script under the black box.", passes_arguments_on=True),
     "attach": Verb("model_check.cli.attach", "attach", "Say who waits for whom in a job that hangs right now."),
     "diagnose": Verb("model_check.cli.diagnose", "diagnose", "Say what happened to a run, from its directory."),
+    "checkpoint": Verb(
+        "model_check.cli.checkpoint",
+        "checkpoint",
+        "Look at saved state, prove it whole, change its form: inspect, verify, convert.",
+        subverbs=("inspect", "verify", "convert"),
+    ),
     "explain": Verb("model_check.cli.explain", "explain", "The long form of an error code."),
 }
 
@@ -75,14 +82,15 @@ def call(name: str, arguments: Sequence[str]) -> None:
     import typer
 
     verb = VERBS[name]
-    implementation = getattr(importlib.import_module(verb.module), verb.function)
+    module = importlib.import_module(verb.module)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     settings = (
         {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
         if verb.passes_arguments_on
         else {}
     )
-    app.command(name, context_settings=settings)(_exiting(implementation))
+    for function in verb.subverbs or (verb.function,):
+        app.command(function, context_settings=settings)(_exiting(getattr(module, function)))
     app(list(arguments) if verb.passes_arguments_on else with_dashes(arguments), prog_name=f"model-check {name}")
 
 

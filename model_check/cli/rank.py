@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
+from model_check.checkpoint.peers import Peers
 from model_check.config import Config, to_jsonable
 from model_check.data import check_vocabulary, prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place, join, leave
 from model_check.engine.profile import profiled
-from model_check.engine.worker import assemble, find_checkpoint, fit, open_loader
+from model_check.engine.saving import Saving, open_saver
+from model_check.engine.worker import assemble, continue_from, fit, open_loader
 from model_check.launch import RankContext, step_line
 from model_check.models import Llama
 from model_check.observe import instrument
@@ -77,34 +79,64 @@ def _print_line(line: str) -> None:
     sys.stdout.flush()
 
 
+def _lineage_of(run_dir: RunDir) -> Path | None:
+    """The lineage that this run directory has saved into before, if it was used before."""
+    return run_dir.checkpoints.resolve() if run_dir.checkpoints.is_dir() else None
+
+
+def _remember_lineage(run_dir: RunDir, lineage: Path) -> None:
+    run_dir.checkpoints.unlink(missing_ok=True)
+    run_dir.checkpoints.symlink_to(lineage.resolve())
+
+
+def _error_dir(order: TrainOrder, run_dir: RunDir, saving: Saving | None) -> Path | None:
+    """Where a failing rank leaves what it holds."""
+    if saving is not None:
+        return saving.folder
+    return Path(order.config.checkpoint.dir) / run_dir.root.name if order.save else None
+
+
 def train_rank(context: RankContext, order: TrainOrder) -> None:
     """Trains as one rank. Asked to stop, it exits with 75 after a save, or with 143."""
     config = order.config
     run_dir = RunDir(Path(context.run_dir))
     instrument.install(run_dir.root, rank=context.rank, world_size=context.world_size, local_rank=context.local_rank)
     stop = _StopFlag()
-    place = Place(context.rank, context.world_size, torch.device(context.device), context.label)
+    place = Place(
+        context.rank, context.world_size, torch.device(context.device), context.label, context.local_world_size
+    )
     threads = max(1, torch.get_num_threads() // context.local_world_size) if place.device.type == "cpu" else 1
     torch.set_num_threads(threads)
 
     def say(line: str) -> None:
         _print_line(f"[{context.label}] {line}")
 
-    join(place, backend=config.system.backend, timeout_s=config.system.timeout_s)
+    join(
+        place,
+        backend=config.system.backend,
+        timeout_s=config.system.timeout_s,
+        host_tensors=config.fsdp.cpu_offload,
+    )
     data = prepare(data_spec(config))
     session = assemble(config, place, open_loader(config, place, data.train), held_out=data.valid)
     if isinstance(session.bare_model, Llama):
         check_vocabulary(data.train, session.bare_model.shape.vocab_size)
-    checkpoint_dir = Path(config.checkpoint.dir)
-    checkpoint, notes = find_checkpoint(order.resume, checkpoint_dir)
+    if place.is_first and place.world_size > 1:
+        say(f"layout: {session.layout.describe()}")
+    saves = order.save and config.checkpoint.interval > 0
+    peers = Peers() if saves or order.resume else None
+    lineage, notes = continue_from(order.resume, session, peers, lineage=_lineage_of(run_dir))
     if place.is_first:
         for note in notes:
             say(f"resume: {note}")
-    if checkpoint is not None:
-        session.restore(checkpoint)
-        say(f"resume: continuing after step {checkpoint.step} from {checkpoint.path}")
-        if place.is_first and session.first_step >= config.training.max_steps:
+        if order.resume and session.first_step >= config.training.max_steps:
             say(f"resume: nothing left to do, training.max_steps is {config.training.max_steps}")
+    saving = None
+    if saves and peers is not None:
+        saver = open_saver(config, peers, lineage=lineage, name=run_dir.root.name)
+        saving = Saving(session, saver, last_step=config.training.max_steps, say=say)
+        if place.is_first:
+            _remember_lineage(run_dir, saver.lineage)
     trace_dir = run_dir.root / "profile" if config.training.profile and place.is_first else None
     with _metrics(order, place, run_dir) as metrics, profiled(trace_dir) as step_done:
 
@@ -130,12 +162,13 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
         last = fit(
             session,
             on_step=on_step,
-            checkpoint_dir=checkpoint_dir if order.save else None,
+            saving=saving,
+            error_dir=_error_dir(order, run_dir, saving),
             say=say,
             stop_requested=stop,
         )
     leave()
     if last is not None and last.stop:
-        saved = order.save and config.checkpoint.interval > 0
+        saved = saving is not None and saving.committed == last.step
         say("stopped by request" + (", state saved" if saved else ""))
         sys.exit(EXIT_SAVED if saved else 128 + signal.SIGTERM)

@@ -40,7 +40,7 @@ def train(
     fast_dev_run: Annotated[int, typer.Option(help="Only N steps, without checkpoints and trackers.")] = 0,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Loader workers per rank.")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto, or the folder of a checkpoint.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or a .pt file.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
@@ -162,6 +162,7 @@ def _train_here(
         raise UsageError("logging.wandb is true and wandb is not installed", remedy="pip install wandb, or turn it off")
     _warn_of_a_large_model_on_the_cpu(config, chosen)
     directory = RunDir.create(run_dir, resuming=resume is not None)
+    directory.set_aside_earlier_attempt()
     _write_identity(directory, config)
     with _verdict_before_the_ranks(directory, ranks * nnodes):
         prepare_with_progress(config)
@@ -263,6 +264,15 @@ def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:
         "torch.optim",
         "model_check.cli.rank",
     )
+    parallel = config.parallel
+    if parallel.strategy in ("fsdp", "hsdp") or parallel.tensor * parallel.pipeline * parallel.context > 1:
+        modules += ("model_check.engine.sharded", "model_check.models.parallelize")
+    if parallel.tensor > 1:
+        modules += ("model_check.models.tensor",)
+    if parallel.context > 1:
+        modules += ("model_check.models.context",)
+    if parallel.pipeline > 1:
+        modules += ("model_check.engine.pipelined",)
     compiles = config.training.compile == "on" or (config.training.compile == "auto" and on_gpu)
     if config.checkpoint.interval:
         modules += ("torch.distributed.checkpoint.state_dict",)

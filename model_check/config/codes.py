@@ -31,6 +31,13 @@ NCCL_WITHOUT_GPU = "MC841"
 KERNEL_WITHOUT_GPU = "MC842"
 KERNEL_NEEDS_HALF = "MC843"
 RANKS_NOT_DIVISIBLE = "MC850"
+SHARD_NOT_DIVISIBLE = "MC851"
+PIPELINE_TOO_DEEP = "MC852"
+TENSOR_NOT_DIVISIBLE = "MC853"
+SHARD_WITHOUT_HSDP = "MC854"
+LAYOUT_PRECISION = "MC855"
+LAYOUT_WITHOUT_FSDP = "MC856"
+CONTEXT_NOT_DIVISIBLE = "MC857"
 NOT_AVAILABLE_YET = "MC860"
 
 MEANINGS: dict[str, str] = {
@@ -63,5 +70,12 @@ MEANINGS: dict[str, str] = {
     KERNEL_WITHOUT_GPU: "the attention kernel exists on GPUs only",
     KERNEL_NEEDS_HALF: "the attention kernel cannot compute in fp32",
     RANKS_NOT_DIVISIBLE: "the ranks cannot be arranged in the asked-for parallel groups",
+    SHARD_NOT_DIVISIBLE: "the data-parallel ranks cannot be arranged in groups of parallel.shard",
+    PIPELINE_TOO_DEEP: "the layers cannot be cut into that many stages, or a tied matrix would live on two of them",
+    TENSOR_NOT_DIVISIBLE: "heads, MLP or vocabulary cannot be cut over that many tensor ranks",
+    SHARD_WITHOUT_HSDP: "parallel.shard is set for a strategy that does not read it",
+    LAYOUT_PRECISION: "the layout does not run in this number format",
+    LAYOUT_WITHOUT_FSDP: "a key of the fsdp section asks for something the strategy cannot do",
+    CONTEXT_NOT_DIVISIBLE: "sequences cannot be cut over that many context ranks",
     NOT_AVAILABLE_YET: "the engine of this version cannot do what is asked",
 }

@@ -147,6 +147,10 @@ class TrainingSection(Section):
     eps: float = Field(default=1e-8, gt=0, le=1e-2, description="AdamW's guard against division by zero.")
     precision: Precision = Field(default="bf16", description="Number format of the matrix products.")
     use_amp: bool = Field(default=True, description="false: everything in fp32, whatever precision says.")
+    optimizer_states: Literal["fp32", "bf16", "8bit"] = Field(
+        default="fp32",
+        description="Number format of AdamW's two moments. `8bit` needs the torchao package.",
+    )
     num_workers: int = Field(
         default=0, ge=0, le=128, description="Loader processes per rank. 0: a thread inside the rank."
     )
@@ -171,13 +175,20 @@ class ParallelSection(Section):
     """How the work is spread over ranks."""
 
     strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = Field(
-        default="auto", description="How parameters live on the ranks."
+        default="auto",
+        description="How parameters live on the ranks: `ddp` whole on each, `fsdp` in shards, `hsdp` in shards within "
+        "groups of `shard` ranks. `auto`: from an estimate of the memory.",
+    )
+    shard: Count | None = Field(
+        default=None, description="Ranks that hold one copy of the parameters under hsdp. null: those of one host."
     )
     tensor: Count = Field(default=1, description="Ranks that share each matrix.")
     pipeline: Count = Field(default=1, description="Ranks that share the layers.")
     context: Count = Field(default=1, description="Ranks that share each sequence.")
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        default="none", description="Activations recomputed in the backward pass to save memory."
+        default="none",
+        description="Activations recomputed in the backward pass to save memory: all of a block (`full`), or those "
+        "that are cheap for their size (`selective`).",
     )
 
 
@@ -185,7 +196,13 @@ class FsdpSection(Section):
     """Details of the fsdp and hsdp strategies."""
 
     use_mixed_precision: bool = Field(
-        default=True, description="Gather parameters in training.precision; false: in fp32."
+        default=True,
+        description="Gather parameters in training.precision, reduce gradients in fp32; false: gather in fp32 too.",
+    )
+    reshard: Switch = Field(
+        default="auto",
+        description="Free gathered parameters after each use: less memory, more communication. "
+        "`auto`: where keeping them for the step would not fit.",
     )
     cpu_offload: bool = Field(default=False, description="Keep parameters and optimizer state in host memory.")
 
@@ -208,7 +225,16 @@ class CheckpointSection(Section):
     dir: Name = Field(default=".checkpoints", description="Folder of checkpoints.")
     interval: NonNegative = Field(default=0, description="Steps between checkpoints. 0: none.")
     keep: Count = Field(default=3, description="Newest checkpoints kept.")
+    keep_every: NonNegative = Field(
+        default=0, description="Checkpoints after a multiple of this many steps are kept for good. 0: none."
+    )
+    keep_best: bool = Field(
+        default=True, description="Keep the checkpoint with the lowest validation loss, of those saved where evaluated."
+    )
     async_save: bool = Field(default=True, description="Write while training goes on.")
+    on_full: Literal["continue", "stop"] = Field(
+        default="continue", description="What the run does when a checkpoint cannot be written, as on a full disk."
+    )
 
 
 class LaunchSection(Section):

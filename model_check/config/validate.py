@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from model_check.config import codes
+from model_check.config.layouts import layout_problems, shard_problems
 from model_check.config.resolve import base_shape, may_be_hub_id, size_problems
 from model_check.errors import Problem, UsageError
 
@@ -19,7 +20,7 @@ _DOTTED_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
 def rule_problems(config: Config) -> list[Problem]:
     """Everything that is wrong between the keys of a config whose values are each fine alone."""
-    rules = (_model_rules, _schedule_rules, _batch_rules, _device_rules, unsupported)
+    rules = (_model_rules, _schedule_rules, _batch_rules, _device_rules, layout_problems, unsupported)
     return [_with_origins(problem, config) for rule in rules for problem in rule(config)]
 
 
@@ -187,8 +188,9 @@ def check_world(config: Config, world_size: int) -> list[Problem]:
                 f"start {group} ranks or a multiple of it, or lower parallel.tensor, pipeline or context",
             )
         ]
-    if training.global_batch is None:
-        return []
+    problems = shard_problems(config, config.data_parallel(world_size))
+    if training.global_batch is None or problems:
+        return problems
     unit = training.batch_size * config.data_parallel(world_size)
     if training.grad_accum_nums is None:
         return [_not_divisible(training.global_batch, unit, "batch_size*dp")] if training.global_batch % unit else []
@@ -206,19 +208,8 @@ def check_world(config: Config, world_size: int) -> list[Problem]:
 
 
 def unsupported(config: Config) -> list[Problem]:
-    """What the schema knows and the engine of this version does not do: data parallelism is all there is."""
-    parallel = config.parallel
+    """What the schema knows and the engine of this version does not do."""
     asked = {
-        "parallel.strategy": (parallel.strategy, parallel.strategy in ("fsdp", "hsdp"), "ddp"),
-        "parallel.tensor": (parallel.tensor, parallel.tensor > 1, 1),
-        "parallel.pipeline": (parallel.pipeline, parallel.pipeline > 1, 1),
-        "parallel.context": (parallel.context, parallel.context > 1, 1),
-        "parallel.activation_checkpointing": (
-            parallel.activation_checkpointing,
-            parallel.activation_checkpointing != "none",
-            "none",
-        ),
-        "fsdp.cpu_offload": (str(config.fsdp.cpu_offload).lower(), config.fsdp.cpu_offload, "false"),
         "launch.start": (config.launch.start, config.launch.start == "gate", "warm"),
         "launch.low_memory": ("true", config.launch.low_memory, "false"),
         "launch.memory_limit_gb": (config.launch.memory_limit_gb, config.launch.memory_limit_gb is not None, "null"),

@@ -8,6 +8,8 @@ from typing import Any
 
 from model_check.diagnose.evidence import Evidence
 
+# An error of our own that says its code itself.
+_NAMED = re.compile(r"\[(MC60[1-8])\] ")
 _WORKER = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpectedly|is killed by signal)", re.I)
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
 _NO_GPU = re.compile(
@@ -44,6 +46,8 @@ def classify_exception(
     """The code, and the title with `{who}` for the ranks; an empty title means: quote the exception."""
     kind = str(exception.get("root_type") or exception.get("type") or "").rpartition(".")[2]
     text = f"{exception.get('message') or ''} {exception.get('root_message') or ''}"
+    if named := _NAMED.match(text):
+        return named[1], ""
     if _PORT.search(text):
         return "MC103", _port_title(evidence)
     if _WORKER.search(text) or (kind in _BROKEN_LINK and _in_loader(exception)):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from model_check.diagnose.evidence import WAIT_PHASES, Evidence, RankEvidence, frame_of
+from model_check.diagnose.evidence import P2P_OPS, WAIT_PHASES, Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
 from model_check.rundir import Finding
@@ -94,7 +94,7 @@ def _median_phase(steps: list[StepTimes], phase: str) -> float:
 
 
 def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
-    if len(times) < 2:
+    if len(times) < 2 or any(_passes_work_on(evidence.of(rank)) for rank in times):
         return None
     newest = {rank: steps[-20:] for rank, steps in times.items()}
     # The rank whose backward is shortest is the one that nobody kept waiting in it.
@@ -129,6 +129,11 @@ def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Find
         step=rank.step,
         phase=phase,
     )
+
+
+def _passes_work_on(rank: RankEvidence) -> bool:
+    """A rank that hands its results to one other is a pipeline stage: its work is another, not slower."""
+    return any(crumb.op in P2P_OPS for crumb in rank.crumbs)
 
 
 def _guilty_phase(newest: Mapping[int, list[StepTimes]], slowest: int) -> str | None:

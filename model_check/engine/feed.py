@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+
+from model_check.config import Config
+from model_check.data.loader import Batch
+from model_check.plan.layout import context_rank
+
+Cut = Callable[[Any], Any]
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -22,6 +28,26 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+def on_device(batches: Iterable[Any], device: torch.device, cut: Cut = lambda batch: batch) -> Iterator[Any]:
+    """Each batch, or the part of it that `cut` leaves, on the device."""
     for batch in batches:
-        yield to_device(batch, device)
+        yield to_device(cut(batch), device)
+
+
+def context_cut(config: Config, rank: int) -> Cut:
+    """What leaves this rank its slice of every sequence; nothing is cut off where each rank computes whole ones."""
+    if config.parallel.context == 1:
+        return lambda batch: batch
+    from model_check.models.context import slice_positions
+
+    kept = slice_positions(config.training.context_length, context_rank(config, rank), config.parallel.context)
+
+    def cut(batch: Batch) -> Batch:
+        return replace(
+            batch,
+            tokens=batch.tokens[:, kept],
+            targets=batch.targets[:, kept],
+            positions=kept.expand(batch.tokens.shape[0], -1).contiguous(),
+        )
+
+    return cut

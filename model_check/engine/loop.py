@@ -35,13 +35,15 @@ class StepInfo:
     eta_s: float
     stop: bool
     val_loss: float | None = None
+    save_pause_s: float | None = None  # training waited this long for the checkpoint of this step
 
     def record(self) -> dict[str, Any]:
         fields = dict(self.__dict__)
         for internal in ("eta_s", "stop"):
             del fields[internal]
-        if fields["val_loss"] is None:
-            del fields["val_loss"]
+        for optional in ("val_loss", "save_pause_s"):
+            if fields[optional] is None:
+                del fields[optional]
         return fields
 
 

@@ -2,28 +2,67 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from model_check.config.sections import TrainingSection
 from model_check.engine.split_adamw import SplitAdamW
+from model_check.errors import ModelError
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices and embeddings decay; norms, biases and other vectors do not."""
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices and embeddings decay; norms, biases and other vectors do not.
+
+    Parameters on different meshes go apart as well: one fused call takes the shards of one mesh.
+    """
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (decayed if parameter.ndim >= 2 else kept).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            groups.setdefault((parameter.ndim >= 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: not item[0][0])
+    return [{"params": group, "weight_decay": weight_decay if decays else 0.0} for (decays, _), group in ordered]
 
 
 def build_optimizer(model: nn.Module, training: TrainingSection) -> torch.optim.Optimizer:
-    """Both kinds take `grad_scale` and `found_inf`, so clipping and skipping need no host synchronisation."""
+    """Every kind takes `grad_scale` and `found_inf`, so clipping and skipping need no host synchronisation."""
     groups = decay_groups(model, training.weight_decay)
-    options = {"lr": training.learning_rate, "betas": training.betas, "eps": training.eps}
+    options: dict[str, Any] = {"lr": training.learning_rate, "betas": training.betas, "eps": training.eps}
+    if training.optimizer_states == "8bit":
+        return _eight_bit(groups, options)
+    if training.optimizer_states == "bf16":
+        return SplitAdamW(groups, **options, state_dtype=torch.bfloat16)
     if any(p.dtype == torch.bfloat16 for p in model.parameters()):
-        return SplitAdamW(groups, **options)  # type: ignore[arg-type]
-    return torch.optim.AdamW(groups, fused=True, **options)  # type: ignore[arg-type]
+        return SplitAdamW(groups, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def _eight_bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """torchao's AdamW, whose moments take a byte each. It knows neither `grad_scale` nor `found_inf`."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ModelError(
+            "training.optimizer_states=8bit needs the torchao package, which is not installed",
+            remedy="pip install torchao, or set training.optimizer_states to bf16",
+        ) from error
+
+    class ScaledAdamW8bit(AdamW8bit):
+        """Scales gradients and skips a step by itself, at the price of one wait for the device."""
+
+        grad_scale: torch.Tensor | None = None
+        found_inf: torch.Tensor | None = None
+
+        def step(self, closure: Any = None) -> Any:
+            if self.found_inf is not None and self.found_inf.item():
+                return None
+            factor = 1.0 if self.grad_scale is None else 1.0 / self.grad_scale.item()
+            for group in self.param_groups:
+                gradients = [p.grad for p in group["params"] if p.grad is not None]
+                torch._foreach_mul_(gradients, factor)
+                # A plain number would be compiled into its kernel, one for each step; torchao refuses it.
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
+            return super().step(closure)
+
+    return ScaledAdamW8bit(groups, **options)

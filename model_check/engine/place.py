@@ -17,25 +17,37 @@ class Place:
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     label: str = "CPU0"
+    ranks_per_host: int | None = None  # None: the whole job is on this host
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
 
-def join(place: Place, *, backend: str | None, timeout_s: float) -> None:
-    """Joins the job's default process group (address and port from the environment). A lone rank needs none."""
+def join(place: Place, *, backend: str | None, timeout_s: float, host_tensors: bool = False) -> None:
+    """Joins the job's default process group (address and port from the environment). A lone rank needs none.
+
+    host_tensors: parameters live in host memory, so that collectives must work there too.
+    """
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     if place.world_size == 1 or dist.is_initialized():
         return
+    chosen = backend or ("nccl" if place.device.type == "cuda" else "gloo")
     dist.init_process_group(
-        backend or ("nccl" if place.device.type == "cuda" else "gloo"),
+        "cpu:gloo,cuda:nccl" if chosen == "nccl" and host_tensors else chosen,
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=place.device if place.device.type == "cuda" and backend != "gloo" else None,
     )
+
+
+def join_alone(place: Place) -> None:
+    """A process group of one, for what is built on groups whatever their size (fsdp with cpu_offload on one GPU)."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def leave() -> None:

@@ -5,6 +5,9 @@ bf16 on a GPU   parameters bf16, with the low half of an fp32 master beside them
 bf16 on a CPU   parameters fp32, products bf16 through autocast
 fp16            parameters fp32, products fp16 through autocast, the loss scaled
 fp32            fp32 throughout
+
+Sharded (fsdp, hsdp), parameters are always stored in fp32: the shards are the master. With fsdp.use_mixed_precision
+they are gathered in the half format and products run in it without autocast; otherwise gathered in fp32, with autocast.
 """
 
 from __future__ import annotations
@@ -27,15 +30,23 @@ class Precision:
     parameter_dtype: torch.dtype
     autocast_dtype: torch.dtype | None
     device_type: str
+    gather_dtype: torch.dtype | None = None
 
     @classmethod
     def choose(cls, name: str, device: torch.device) -> Precision:
+        """For parameters that every rank holds whole."""
         kind = device.type
         if name == "fp8" or (name == "bf16" and kind == "cuda"):
             return cls(name, torch.bfloat16, None, kind)
         if name in ("bf16", "fp16"):
             return cls(name, torch.float32, torch.bfloat16 if name == "bf16" else torch.float16, kind)
         return cls(name, torch.float32, None, kind)
+
+    @classmethod
+    def choose_sharded(cls, name: str, device: torch.device, *, mixed: bool) -> Precision:
+        """For parameters in shards; `mixed` is fsdp.use_mixed_precision."""
+        half = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(name)
+        return cls(name, torch.float32, None if mixed else half, device.type, half if mixed else None)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast_dtype is None:

@@ -1,4 +1,4 @@
-"""AdamW for bf16 parameters that loses nothing of an fp32 master.
+"""AdamW whose moments may be bf16, and whose bf16 parameters lose nothing of an fp32 master.
 
 A bf16 parameter is the upper half of an fp32 number. The lower half is kept beside it as an int16, so that
 
@@ -8,6 +8,9 @@ holds exactly, with the parameter rounded to nearest. A learning rate of 1e-5 mo
 show; plain bf16 AdamW drops such steps, this one does not, at 2 bytes a weight instead of the 4 of a separate master.
 On a GPU one Triton kernel per tensor reads and writes each byte once; clipping and the loss scale ride along
 (`grad_scale`), and a non-finite step is skipped on the device (`found_inf`), so nothing waits for the host.
+
+An fp32 parameter is its own master and has no low half. Of a sharded parameter each rank updates its own shard: AdamW
+looks at one number at a time.
 """
 
 from __future__ import annotations
@@ -26,12 +29,17 @@ except ImportError:  # a CPU build of torch ships without Triton; the torch path
 BLOCK = 4096
 
 
-def _master(parameter: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def _master(parameter: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
+    if low is None:
+        return parameter
     bits = (parameter.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
 
-def _store(master: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor) -> None:
+def _store(master: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor | None) -> None:
+    if low is None:
+        parameter.copy_(master)
+        return
     bits = master.view(torch.int32)
     # Half up rather than half to even: the remainder then always fits an int16.
     high = (bits + 0x8000) >> 16
@@ -41,7 +49,7 @@ def _store(master: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor) -> 
 
 def _update_torch(
     parameter: torch.Tensor,
-    low: torch.Tensor,
+    low: torch.Tensor | None,
     gradient: torch.Tensor,
     first: torch.Tensor,
     second: torch.Tensor,
@@ -64,7 +72,9 @@ def _update_torch(
 if triton is not None:
 
     @triton.jit
-    def _update_kernel(parameter, low, gradient, first, second, scalars, count, BLOCK: tl.constexpr):
+    def _update_kernel(
+        parameter, low, gradient, first, second, scalars, count, BLOCK: tl.constexpr, SPLIT: tl.constexpr
+    ):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
         rate = tl.load(scalars)
@@ -77,9 +87,12 @@ if triton is not None:
         multiplier = tl.load(scalars + 7)
         skip = tl.load(scalars + 8)
         if skip == 0.0:
-            high = tl.load(parameter + at, mask=inside, other=0).to(tl.int32)
-            rest = tl.load(low + at, mask=inside, other=0).to(tl.int32)
-            master = ((high << 16) + rest).to(tl.float32, bitcast=True)
+            if SPLIT:
+                high = tl.load(parameter + at, mask=inside, other=0).to(tl.int32)
+                rest = tl.load(low + at, mask=inside, other=0).to(tl.int32)
+                master = ((high << 16) + rest).to(tl.float32, bitcast=True)
+            else:
+                master = tl.load(parameter + at, mask=inside, other=0.0)
             g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * multiplier
             m = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
             v = tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
@@ -89,14 +102,23 @@ if triton is not None:
             tl.store(second + at, v, mask=inside)
             denominator = tl.sqrt(v / correction2) + eps
             master = master * (1.0 - rate * decay) - (rate / correction1) * m / denominator
-            bits = master.to(tl.int32, bitcast=True)
-            new_high = (bits + 0x8000) >> 16
-            tl.store(parameter + at, new_high.to(tl.int16), mask=inside)
-            tl.store(low + at, (bits - (new_high << 16)).to(tl.int16), mask=inside)
+            if SPLIT:
+                bits = master.to(tl.int32, bitcast=True)
+                new_high = (bits + 0x8000) >> 16
+                tl.store(parameter + at, new_high.to(tl.int16), mask=inside)
+                tl.store(low + at, (bits - (new_high << 16)).to(tl.int16), mask=inside)
+            else:
+                tl.store(parameter + at, master, mask=inside)
+
+
+def _here(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 class SplitAdamW(torch.optim.Optimizer):
-    """AdamW on bf16 parameters with exact fp32 master arithmetic. `state_dtype` is that of the two moments."""
+    """AdamW on bf16 or fp32 parameters with fp32 arithmetic. `state_dtype` is that of the two moments."""
 
     # Set by the train step, as for torch's fused optimizers: gradients are divided by grad_scale on the way in,
     # and nothing changes where found_inf is 1.
@@ -120,7 +142,8 @@ class SplitAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
+            if parameter.dtype == torch.bfloat16:
+                state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         return state
@@ -153,14 +176,18 @@ class SplitAdamW(torch.optim.Optimizer):
         return torch.cat([constants, corrections])
 
     def _update(self, parameter: torch.Tensor, state: dict[str, Any], scalars: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        tensors = (parameter, state["low"], gradient, state["exp_avg"], state["exp_avg_sq"])
-        if triton is None or parameter.device.type != "cuda":
-            _update_torch(*tensors, scalars)
+        assert parameter.grad is not None
+        low = _here(state["low"]) if "low" in state else None
+        held = _here(parameter.data)
+        rest = (_here(parameter.grad), _here(state["exp_avg"]), _here(state["exp_avg_sq"]))
+        if triton is None or held.device.type != "cuda":
+            _update_torch(held, low, *rest, scalars)
             return
-        if not all(t.is_contiguous() for t in tensors):
+        if not all(t.is_contiguous() for t in (held, *rest)):
             raise ValueError(f"SplitAdamW needs contiguous tensors, got a view of shape {tuple(parameter.shape)}")
-        count = parameter.numel()
+        count = held.numel()
         blocks = (count + BLOCK - 1) // BLOCK
-        _update_kernel[(blocks,)](parameter.view(torch.int16), *tensors[1:], scalars, count, BLOCK=BLOCK, num_warps=8)
+        if blocks == 0:
+            return  # a shard can be empty
+        bits = held if low is None else held.view(torch.int16)
+        _update_kernel[(blocks,)](bits, low, *rest, scalars, count, BLOCK=BLOCK, SPLIT=low is not None, num_warps=8)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from model_check.engine.passes import Passes, WholeModel
 from model_check.engine.place import Place
 from model_check.engine.precision import LossScale, Precision
-from model_check.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -25,46 +22,9 @@ class StepTensors:
     packed: torch.Tensor
 
 
-def replicate(model: nn.Module, place: Place) -> nn.Module:
-    """DDP around the model; a lone rank runs the model as it is."""
-    if place.world_size == 1:
-        return model
-    # Our buffers are the same constants on every rank; torch 2.13 renamed the switch that leaves them alone.
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    options: dict[str, Any] = {"gradient_as_bucket_view": True, buffers: False}
-    if place.device.type == "cuda":
-        options["device_ids"] = [place.device.index or 0]
-    return DistributedDataParallel(model, **options)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The scalar loss in whatever a model returned: the tensor itself, `.loss`, `["loss"]`, or the first of a tuple."""
-    if isinstance(output, dict):
-        output = output.get("loss")
-    elif isinstance(output, (tuple, list)) and output:
-        output = output[0]
-    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
-        raise ModelError(
-            f"the model returned {what}, not a scalar loss", remedy="return the loss, or an object with .loss"
-        )
-    return loss.reshape(())
-
-
-def call_model(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A batch of our loader goes in as (tokens, targets); a dict as keywords; a tuple as positions."""
-    if isinstance(batch, dict):
-        return loss_of(model(**batch))
-    if isinstance(batch, (tuple, list)):
-        return loss_of(model(*batch))
-    if hasattr(batch, "tokens"):
-        extra = {}
-        if batch.document_ids is not None:
-            extra = {"positions": batch.positions, "document_ids": batch.document_ids}
-        return loss_of(model(batch.tokens, batch.targets, **extra))
-    return loss_of(model(batch))
+def whole_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of gradients that this rank holds whole."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tuple(gradients), 2, dtype=torch.float32)))
 
 
 class TrainStep:
@@ -78,60 +38,48 @@ class TrainStep:
         place: Place,
         *,
         max_grad_norm: float,
+        passes: Passes | None = None,
+        norm_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = whole_norm,
+        losses_in_job: int | None = None,
     ) -> None:
+        """`losses_in_job`: how many ranks compute a loss (None: all of them)."""
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
         self.place = place
         self.max_grad_norm = max_grad_norm
         self.loss_scale = LossScale(place.device, enabled=precision.name == "fp16")
+        self.passes: Passes = passes or WholeModel(model, precision, place.device)
+        self._norm_of = norm_of
+        self._losses_in_job = losses_in_job or place.world_size
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
     def __call__(self, micro_batches: Sequence[Any], rate: float, *, stop_requested: bool = False) -> StepTensors:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self._accumulate(micro_batches)
+        loss = self.passes.accumulate(micro_batches, self.loss_scale.apply)
         norm = self._gradient_norm()
-        # A non-finite gradient is non-finite on every rank after the all-reduce, so all ranks decide alike.
+        # The norm is the whole job's, the same on every rank, so all ranks decide alike.
         skipped = (~torch.isfinite(norm)).float()
         self._update(norm, skipped)
         self.loss_scale.update(skipped)
         return StepTensors(self._pack(loss, norm, skipped, stop_requested))
 
-    def _accumulate(self, micro_batches: Sequence[Any]) -> torch.Tensor:
-        """Gradients of the mean loss; ranks exchange them once, in the backward of the last micro-batch."""
-        total = torch.zeros((), device=self.place.device)
-        share = 1.0 / len(micro_batches)
-        for index, batch in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            hold = (
-                contextlib.nullcontext()
-                if last or not isinstance(self.model, DistributedDataParallel)
-                else self.model.no_sync()
-            )
-            with hold:
-                with self.precision.autocast():
-                    loss = call_model(self.model, batch)
-                    if share != 1.0:
-                        loss = loss * share
-                self.loss_scale.apply(loss).backward()
-            total += loss.detach().float()
-        return total
-
     def _gradient_norm(self) -> torch.Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norm = self._norm_of(gradients)
         return norm / self.loss_scale.scale if self.loss_scale.enabled else norm
 
     def _update(self, norm: torch.Tensor, skipped: torch.Tensor) -> None:
         divisor = self.loss_scale.scale.clone()
         if self.max_grad_norm > 0:
             divisor = divisor * torch.clamp(norm / self.max_grad_norm, min=1.0)
-        # The optimizers divide by grad_scale on the way in and change nothing where found_inf is 1.
-        self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        # The optimizers divide by grad_scale on the way in and change nothing where found_inf is 1. With offloaded
+        # parameters they run on the host, and must not read a copy that is still on its way.
+        home = self._parameters[0].device
+        self.optimizer.grad_scale = divisor.to(home)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = skipped.to(home)  # type: ignore[attr-defined]
         self.optimizer.step()
 
     def _pack(
@@ -141,5 +89,5 @@ class TrainStep:
         shared = torch.stack([loss, torch.full_like(loss, float(stop_requested))])
         if self.place.world_size > 1:
             dist.all_reduce(shared)
-            shared = shared / torch.tensor([self.place.world_size, 1.0], device=shared.device)
+            shared = shared / torch.tensor([self._losses_in_job, 1.0], device=shared.device)
         return torch.stack([shared[0], norm, skipped, shared[1]])

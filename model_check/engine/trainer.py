@@ -1,6 +1,7 @@
 """Training from Python: any nn.Module that returns a loss, one call.
 
     DDPTrainer(model=model, config=config, device="cpu", rank=0, world_size=1).train(num_steps=10)
+    FSDPTrainer(…)   the same, with parameters, gradients and optimizer state in shards
 
 It runs the same step and the same loop as `model-check train`.
 """
@@ -10,20 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from model_check.checkpoint.peers import Peers
 from model_check.config import Config, load_config
 from model_check.data import Cursor, prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place, join
 from model_check.engine.profile import profiled
+from model_check.engine.saving import Saving, open_saver
 from model_check.engine.worker import Batches, assemble, fit, open_loader
 from model_check.errors import UsageError
-from model_check.rundir import RunDir
+from model_check.rundir import RunDir, new_run_id
 
 
 @dataclass
@@ -68,6 +71,8 @@ class _GivenBatches:
 class DDPTrainer:
     """Trains a module on this rank; with world_size > 1 the ranks average their gradients through DDP."""
 
+    strategies: ClassVar[tuple[str, ...]] = ("ddp",)
+
     def __init__(
         self,
         model: nn.Module,
@@ -84,6 +89,8 @@ class DDPTrainer:
             config = load_config(values={section: (keys, "python") for section, keys in config.items()})
         elif not isinstance(config, Config):
             config = load_config(config)
+        if config.parallel.strategy not in self.strategies:
+            config = config.with_values({"parallel.strategy": self.strategies[0]}, type(self).__name__)
         if gradient_accumulation_steps is not None:
             config = config.with_values(
                 {"training.grad_accum_nums": gradient_accumulation_steps, "training.global_batch": None},
@@ -109,8 +116,13 @@ class DDPTrainer:
             values["training.max_steps"] = num_steps
         if warmup_steps is not None:
             values["training.scheduler.warmup_steps"] = warmup_steps
-        config = self.config.with_values(values, "DDPTrainer.train")
-        join(self.place, backend=config.system.backend, timeout_s=config.system.timeout_s)
+        config = self.config.with_values(values, f"{type(self).__name__}.train")
+        join(
+            self.place,
+            backend=config.system.backend,
+            timeout_s=config.system.timeout_s,
+            host_tensors=config.fsdp.cpu_offload,
+        )
         held_out = None
         loader: Batches
         if self._data is None:
@@ -119,6 +131,10 @@ class DDPTrainer:
         else:
             loader = _GivenBatches(self._data)
         session = assemble(config, self.place, loader, model=self.model, held_out=held_out)
+        saving = None
+        if save_checkpoints:
+            saver = open_saver(config, Peers(), lineage=None, name=new_run_id())
+            saving = Saving(session, saver, last_step=config.training.max_steps)
         result = TrainResult()
         if profile:
             result.trace_dir = RunDir.create().root / "profile"
@@ -128,5 +144,14 @@ class DDPTrainer:
                 result.steps.append(info)
                 step_done()
 
-            fit(session, on_step=on_step, checkpoint_dir=Path(config.checkpoint.dir) if save_checkpoints else None)
+            fit(session, on_step=on_step, saving=saving, error_dir=saving.folder if saving else None)
         return result
+
+
+class FSDPTrainer(DDPTrainer):
+    """The same with FSDP2: every rank holds a shard of each parameter, its gradient and its optimizer state.
+
+    All ranks start from the weights that rank 0 passed in. Groups of shards: `parallel.strategy=hsdp` in the config.
+    """
+
+    strategies = ("fsdp", "hsdp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,22 +12,28 @@ import numpy as np
 import torch
 from torch import nn
 
-from model_check.checkpoint import salvage, store
-from model_check.config import Config, resolve_shape
+from model_check.checkpoint import salvage, search
+from model_check.checkpoint.manifest import Manifest
+from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.verify import Checkpoint
+from model_check.checkpoint.weight_files import open_weights
+from model_check.config import Config
 from model_check.data import BatchLoader, Cursor, PackedCache, load_tokenizer
+from model_check.engine import resume
+from model_check.engine.arrangement import arrange_llama, arrange_module
 from model_check.engine.evaluate import validation_loss
-from model_check.engine.feed import on_device
+from model_check.engine.feed import context_cut, on_device
 from model_check.engine.loop import Loop, LoopPlan, StepInfo
 from model_check.engine.optimizer import build_optimizer
 from model_check.engine.place import Place
-from model_check.engine.precision import Precision
+from model_check.engine.saving import Saving
 from model_check.engine.schedule import rate_factor
-from model_check.engine.step import TrainStep, replicate
+from model_check.engine.step import TrainStep
 from model_check.errors import CheckpointError, NumericsError, UsageError
-from model_check.models import Llama, apply_compile, build_model, load_pretrained
-from model_check.models.fp8 import apply_fp8
+from model_check.models import Llama
 from model_check.observe.instrument.spans import span
 from model_check.plan.flops import count_flops_per_token
+from model_check.plan.layout import Layout, data_rank
 from model_check.plan.peaks import peak_flops
 
 
@@ -50,44 +56,62 @@ class Session:
 
     config: Config
     place: Place
+    layout: Layout
     bare_model: nn.Module
     train_step: TrainStep
     loader: Batches
     held_out: PackedCache | None
-    precision: Precision
     first_step: int = 0
     tokens_before: int = 0
 
     def state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
+        """Every tensor that a checkpoint holds, by name."""
+        return {
+            **resume.model_tensors(self.bare_model),
+            **resume.optimizer_tensors(self.bare_model, self.train_step.optimizer),
+            **resume.random_tensors(self.place.rank, self.place.device),
+        }
 
-        model, optimizer = get_state_dict(self.bare_model, self.train_step.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def extra(self, step: int, tokens: int) -> dict[str, Any]:
+    def extra(self, step: int, tokens: int, val_loss: float | None = None) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
         cursor = self.loader.cursor
+        shape = asdict(self.bare_model.shape) if isinstance(self.bare_model, Llama) else None
         return {
             "step": step,
             "tokens": tokens,
             "cursor": {"epoch": cursor.epoch, "position": cursor.position},
             "loss_scale": self.train_step.loss_scale.state_dict(),
+            "val_loss": val_loss,
+            "strategy": self.config.parallel.strategy,
+            "shape": shape,
         }
 
-    def restore(self, checkpoint: store.Checkpoint) -> None:
-        from torch.distributed.checkpoint.state_dict import set_state_dict
+    def restore(self, checkpoint: Checkpoint) -> list[str]:
+        """Puts back what `state` and `extra` saved; returns what to tell the user."""
+        from model_check.checkpoint.shards import load_into
 
+        manifest, optimizer = checkpoint.manifest, self.train_step.optimizer
+        whole = any(name.startswith("optimizer.") for name in manifest.tensors)
         with span("load", str(checkpoint.path)):
-            state = self.state()
-            extra = store.load(checkpoint, state)
-            set_state_dict(
-                self.bare_model,
-                self.train_step.optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-            )
+            state = resume.model_tensors(self.bare_model)
+            if whole:
+                resume.materialize_optimizer(optimizer)
+                state.update(resume.optimizer_tensors(self.bare_model, optimizer))
+            load_into(checkpoint.path, manifest, {k: v for k, v in state.items() if k in manifest.tensors})
+        if not whole:
+            return ["it holds weights only: optimizer, data and step count start fresh"]
+        extra = manifest.extra
         self.first_step, self.tokens_before = extra["step"] + 1, extra["tokens"]
         self.loader.seek(Cursor(**extra["cursor"]))
         self.train_step.loss_scale.load_state_dict(extra["loss_scale"])
+        if manifest.world_size != self.place.world_size:
+            seed_everything(self.config.system.seed + self.first_step, self.place.rank)
+            return [
+                f"[MC606] saved on {manifest.world_size} ranks, continued on {self.place.world_size}: the data goes on "
+                "at the same sample, random generators are seeded anew"
+            ]
+        resume.restore_random(checkpoint.path, manifest, self.place.rank, self.place.device)
+        return []
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -97,36 +121,14 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed(seed + rank)
 
 
-def make_model(config: Config, place: Place, precision: Precision, vocab_size: int) -> Llama:
-    """The model the configuration names, on the rank's device, with fresh or pretrained weights."""
-    shape = resolve_shape(config.model, vocab_size)
-    model = build_model(
-        shape,
-        place.device,
-        precision.parameter_dtype,
-        seed=config.system.seed,
-        init_std=config.model.init_std,
-        attention_backend=config.model.attention_backend,
-    )
-    if config.model.init == "pretrained" and config.model.model_path:
-        load_pretrained(model, config.model.model_path)
-    model.fused_loss = config.training.fused_loss != "off"
-    if precision.name == "fp8":
-        apply_fp8(model)
-    wanted = config.training.compile
-    if wanted == "on" or (wanted == "auto" and place.device.type == "cuda"):
-        apply_compile(model)
-    return model
-
-
 def open_loader(config: Config, place: Place, cache: PackedCache) -> BatchLoader:
     """This rank's share of every global batch of the training data."""
     return BatchLoader(
         cache,
         batch_size=config.training.batch_size,
         context_length=config.training.context_length,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=data_rank(config, place.rank, place.world_size),
+        world_size=config.data_parallel(place.world_size),
         seed=config.system.seed,
         grad_accum=config.accumulation(place.world_size),
         num_workers=config.training.num_workers,
@@ -146,20 +148,22 @@ def assemble(
     """Builds what the loop needs. A model that is passed in is trained as it is."""
     training = config.training
     seed_everything(config.system.seed, place.rank)
-    precision = Precision.choose(training.compute_precision, place.device)
     with span("model"):
         if model is None:
-            model = make_model(config, place, precision, load_tokenizer(config.data.tokenizer).vocab_size)
+            arranged = arrange_llama(config, place, load_tokenizer(config.data.tokenizer).vocab_size)
         else:
-            model = model.to(place.device)
+            arranged = arrange_module(config, place, model)
         train_step = TrainStep(
-            replicate(model, place),
-            build_optimizer(model, training),
-            precision,
+            arranged.model,
+            build_optimizer(arranged.bare_model, training),
+            arranged.precision,
             place,
             max_grad_norm=training.max_grad_norm,
+            passes=arranged.passes,
+            norm_of=arranged.norm_of,
+            losses_in_job=arranged.losses_in_job,
         )
-    return Session(config, place, model, train_step, loader, held_out, precision)
+    return Session(config, place, arranged.layout, arranged.bare_model, train_step, loader, held_out)
 
 
 def _plan(session: Session, max_steps: int) -> LoopPlan:
@@ -177,7 +181,7 @@ def _plan(session: Session, max_steps: int) -> LoopPlan:
         first_step=session.first_step,
         max_steps=max_steps,
         accumulation=accumulation,
-        tokens_per_step=config.training.batch_size * accumulation * context * place.world_size,
+        tokens_per_step=config.training.batch_size * accumulation * context * session.layout.data_parallel,
         tokens_before=session.tokens_before,
         flops_per_token=flops,
         peak_flops=peak,
@@ -203,12 +207,12 @@ def _evaluator(session: Session) -> Callable[[int], float | None]:
             held_out,
             batch_size=config.training.batch_size,
             context_length=config.training.context_length,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=data_rank(config, place.rank, place.world_size),
+            world_size=config.data_parallel(place.world_size),
             seed=config.system.seed,
             document_mask=config.data.document_mask,
         )
-        feed = on_device(loader, place.device)
+        feed = on_device(loader, place.device, context_cut(config, place.rank))
         try:
             for _ in range(config.training.eval_batches):
                 yield next(feed)
@@ -219,7 +223,7 @@ def _evaluator(session: Session) -> Callable[[int], float | None]:
         if (step + 1) % config.training.eval_interval:
             return None
         with span("eval"):
-            return validation_loss(session.train_step.model, batches, session.precision, place)
+            return validation_loss(session.train_step.model, session.train_step.passes, batches, place)
 
     return evaluate
 
@@ -229,23 +233,27 @@ def fit(
     *,
     on_step: Callable[[StepInfo], None],
     max_steps: int | None = None,
-    checkpoint_dir: Path | None = None,
+    saving: Saving | None = None,
+    error_dir: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> StepInfo | None:
-    """Trains to the end, or to the step after which a rank was asked to stop; returns the last step."""
+    """Trains to the end, or to the step after which a rank was asked to stop; returns the last step.
+
+    A failing rank leaves what it holds in `error_dir`.
+    """
     config = session.config
     last = max_steps or config.training.max_steps
-    interval, every = config.checkpoint.interval, config.training.eval_interval
+    every = config.training.eval_interval
 
     def saves_after(step: int) -> bool:
-        return checkpoint_dir is not None and interval > 0 and ((step + 1) % interval == 0 or step + 1 == last)
+        return saving is not None and saving.is_due(step)
 
     schedule = config.training.scheduler
     loop = Loop(
         _plan(session, last),
         session.train_step,
-        on_device(session.loader, session.place.device),
+        on_device(session.loader, session.place.device, context_cut(config, session.place.rank)),
         rate_of=lambda step: (
             config.training.learning_rate
             * rate_factor(
@@ -257,33 +265,27 @@ def fit(
                 decay_fraction=schedule.decay_fraction,
             )
         ),
-        stop_requested=stop_requested,
+        stop_requested=lambda: stop_requested() or (saving is not None and saving.must_stop),
         needs_result=lambda step: config.debug.nan or saves_after(step) or (every > 0 and (step + 1) % every == 0),
         evaluate=_evaluator(session),
     )
     info: StepInfo | None = None
     try:
         for info in loop:
+            if saving is not None:
+                saving.report()
+                if saving.is_due(info.step):
+                    info = replace(info, save_pause_s=saving.save(info))
             on_step(info)
             if info.skipped and config.debug.nan and not session.train_step.loss_scale.enabled:
                 raise non_finite(session.bare_model, info.step)
-            stopping = info.stop and interval > 0
-            if checkpoint_dir is not None and (saves_after(info.step) or stopping):
-                with span("save", str(checkpoint_dir)):
-                    saved = store.save(
-                        checkpoint_dir,
-                        info.step,
-                        session.state(),
-                        session.extra(info.step, info.tokens),
-                        keep=config.checkpoint.keep,
-                    )
-                if session.place.is_first:
-                    say(f"checkpoint: {saved}")
     except Exception:
-        _salvage(session, info.step + 1 if info else session.first_step, checkpoint_dir, say)
+        _salvage(session, info.step + 1 if info else session.first_step, error_dir, say)
         raise
     finally:
         session.loader.close()
+    if saving is not None:
+        saving.finish(info)
     return info
 
 
@@ -301,29 +303,53 @@ def non_finite(model: nn.Module, step: int) -> NumericsError:
     )
 
 
-def _salvage(session: Session, step: int, checkpoint_dir: Path | None, say: Callable[[str], None]) -> None:
+def _salvage(session: Session, step: int, error_dir: Path | None, say: Callable[[str], None]) -> None:
     """A failing rank writes what it holds, locally; a failure to do so must not hide the first one."""
-    if checkpoint_dir is None:
+    if error_dir is None:
         return
     try:
-        path = salvage.write_error_checkpoint(checkpoint_dir, session.place.rank, step, session.bare_model)
+        path = salvage.write_error_checkpoint(error_dir, session.place.rank, step, session.bare_model)
     except (OSError, RuntimeError) as failure:
         say(f"no error checkpoint could be written: {failure}")
     else:
         say(f"error checkpoint: {path}")
 
 
-def find_checkpoint(resume: str | None, directory: Path) -> tuple[store.Checkpoint | None, list[str]]:
-    """The checkpoint to resume from (`auto`: the newest that verifies) and what to tell the user about the search."""
-    if resume is None:
+def continue_from(
+    wanted: str | None, session: Session, peers: Peers | None, *, lineage: Path | None = None
+) -> tuple[Path | None, list[str]]:
+    """Restores what `--resume` names (`auto`: the newest that verifies); collective.
+
+    Returns the lineage to go on saving into (None: a new one) and what to tell the user.
+    """
+    if wanted is None or peers is None:
         return None, []
-    if resume != "auto":
-        path = Path(resume)
-        if not path.is_dir():
-            raise CheckpointError(f"there is no checkpoint {path}", remedy="name a step_* folder, or --resume auto")
-        return store.verify(path), []
-    found, passed_over = store.newest(directory)
-    notes = [f"passed over: {reason}" for reason in passed_over]
-    if found is None:
-        notes.append(f"no checkpoint in {directory}: starting fresh")
-    return found, notes
+    directory = Path(session.config.checkpoint.dir)
+    # A stage of a pipeline holds only some of the tensors: what must fit is what all ranks hold together.
+    shapes = {k: v for held in peers.gather(resume.model_shapes(session.bare_model)) for k, v in held.items()}
+    if wanted != "auto" and Path(wanted).is_file():
+        return None, _start_from_weights(Path(wanted), session, shapes)
+
+    def misfit(manifest: Manifest) -> CheckpointError | None:
+        return resume.misfit(manifest, shapes)
+
+    if wanted == "auto":
+        found = search.newest(directory, peers, misfit, lineage=lineage)
+    else:
+        found = search.named(Path(wanted), directory, peers, misfit)
+    notes = list(found.notes)
+    if found.checkpoint is not None:
+        notes += session.restore(found.checkpoint)
+        notes.append(f"continuing after step {found.checkpoint.step} from {found.checkpoint.path}")
+    return found.lineage, notes
+
+
+def _start_from_weights(path: Path, session: Session, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """A plain file of weights of any trainer: the training itself starts at step 0."""
+    with span("load", str(path)):
+        weights = open_weights(path)
+        resume.load_weights(session.bare_model, weights, shapes)
+    notes = []
+    if weights.removed_prefixes:
+        notes.append(f"[MC605] names in {path} carried {', '.join(weights.removed_prefixes)}; taken off")
+    return [*notes, f"weights from {path} ({len(weights.tensors)} tensors): optimizer, data and step count start fresh"]

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGINT, SIGTERM and SIGHUP sent to the launcher."""
+"""Requests to stop sent to the launcher: SIGINT, SIGTERM, SIGHUP, and SIGUSR1, with which Slurm warns of the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopBeforeStart(Exception):

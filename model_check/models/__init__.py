@@ -3,11 +3,11 @@
 from model_check.models.attention import BACKENDS
 from model_check.models.compile import apply_compile
 from model_check.models.hf_config import config_from_shape, shape_from_config, shape_from_pretrained
-from model_check.models.initialize import build_empty_model, build_model, initialize
+from model_check.models.initialize import build_empty_model, build_meta_model, build_model, initialize
 from model_check.models.llama import Attention, Block, FeedForward, Llama, RMSNorm
 from model_check.models.loss import IGNORED, fused_linear_cross_entropy, plain_linear_cross_entropy
 from model_check.models.simple import SimpleModel
-from model_check.models.weights import hugging_face_name, load_pretrained, save_pretrained
+from model_check.models.weights import hugging_face_name, load_pretrained, own_name, save_pretrained
 
 __all__ = [
     "BACKENDS",
@@ -20,12 +20,14 @@ __all__ = [
     "SimpleModel",
     "apply_compile",
     "build_empty_model",
+    "build_meta_model",
     "build_model",
     "config_from_shape",
     "fused_linear_cross_entropy",
     "hugging_face_name",
     "initialize",
     "load_pretrained",
+    "own_name",
     "plain_linear_cross_entropy",
     "save_pretrained",
     "shape_from_config",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from model_check.errors import ModelError
 
 BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "math")
 AttentionMask: TypeAlias = "Tensor | BlockMask | None"
+MaskBuilder: TypeAlias = "Callable[[str, Tensor, Tensor | None], AttentionMask]"
 
 _SDPA_KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 _WITH_DOCUMENTS = ("sdpa", "flex", "math")
@@ -92,8 +94,8 @@ def _check_backend_fits(name: str, device: torch.device, dtype: torch.dtype, hea
 
 
 def build_mask(backend: str, tokens: Tensor, document_ids: Tensor | None) -> AttentionMask:
-    """The mask of one forward pass over [batch, length] tokens, in the form `backend` takes; None is plain causal."""
-    batch, length = tokens.shape
+    """The mask of one pass over [batch, length, …], in the form `backend` takes; None is plain causal."""
+    batch, length = tokens.shape[:2]
     device = tokens.device
     if backend == "flex":
         if document_ids is None:

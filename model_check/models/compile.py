@@ -23,5 +23,7 @@ def apply_compile(model: Llama, *, backend: str = "inductor", **options: Any) ->
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS_PER_BLOCK)
     parts: list[nn.Module] = [*model.layers, model.norm]
     for part in parts:
+        if next(part.parameters(), None) is None:
+            continue  # another pipeline stage has it
         part.compile(backend=backend, fullgraph=True, dynamic=False, **options)
     return model

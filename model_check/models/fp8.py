@@ -64,9 +64,12 @@ class Fp8Linear(nn.Linear):
         return result
 
 
-def apply_fp8(model: Llama) -> Llama:
-    """Switches every linear layer of every block to fp8, in place; call it before compiling."""
-    device = next(model.parameters()).device
+def apply_fp8(model: Llama, device: torch.device | None = None) -> Llama:
+    """Switches every linear layer of every block to fp8, in place; call it before compiling.
+
+    `device` is where a model that is still on the meta device will run.
+    """
+    device = device or next(model.parameters()).device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         raise ModelError(f"training.precision=fp8 does not run on {name}", remedy="use bf16")

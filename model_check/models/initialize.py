@@ -10,9 +10,10 @@ import hashlib
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model_check.config.shapes import ModelShape
+from model_check.models.distribute import fill
 from model_check.models.llama import Llama, RMSNorm
 
 DEFAULT_INIT_STD = 0.02
@@ -40,9 +41,13 @@ def build_empty_model(
     attention_backend: str = "auto",
 ) -> Llama:
     """The same with its memory allocated and its weights undefined: for a caller who fills every one of them."""
+    return build_meta_model(shape, dtype, attention_backend).to_empty(device=device)
+
+
+def build_meta_model(shape: ModelShape, dtype: torch.dtype = torch.float32, attention_backend: str = "auto") -> Llama:
+    """Names and shapes only: cut it up first, and no rank ever holds more than its own part."""
     with torch.device("meta"):
-        model = Llama(shape, attention_backend)
-    return model.to(dtype).to_empty(device=device)
+        return Llama(shape, attention_backend).to(dtype)
 
 
 @torch.no_grad()
@@ -51,11 +56,11 @@ def initialize(model: Llama, *, seed: int, init_std: float = DEFAULT_INIT_STD) -
     norm_weights = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
     for name, parameter in model.named_parameters():
         if id(parameter) in norm_weights:
-            nn.init.ones_(parameter)
+            fill(parameter, torch.ones(parameter.shape, dtype=parameter.dtype, device=parameter.device))
             continue
         narrow = name.endswith(_ADDS_TO_RESIDUAL)
         std = init_std / math.sqrt(2 * model.shape.num_layers) if narrow else init_std
-        parameter.copy_(_normal(parameter, std, _seed_of(seed, name)))
+        fill(parameter, _normal(parameter, std, _seed_of(seed, name)))
 
 
 def _normal(like: Tensor, std: float, seed: int) -> Tensor:

@@ -8,8 +8,15 @@ from torch import Tensor, nn
 
 from model_check.config.shapes import ModelShape
 from model_check.errors import ModelError
-from model_check.models.attention import AttentionMask, attend, build_mask, check_backend_name, resolve_backend
-from model_check.models.loss import fused_linear_cross_entropy, plain_linear_cross_entropy
+from model_check.models.attention import (
+    AttentionMask,
+    MaskBuilder,
+    attend,
+    build_mask,
+    check_backend_name,
+    resolve_backend,
+)
+from model_check.models.loss import LinearCrossEntropy, fused_linear_cross_entropy
 from model_check.models.rope import RotaryEmbedding, RotaryTables, rotate
 
 
@@ -88,7 +95,8 @@ class Llama(nn.Module):
         _check_shape(shape)
         self.shape = shape
         self.attention_backend = attention_backend
-        self.fused_loss = True
+        self.linear_cross_entropy: LinearCrossEntropy = fused_linear_cross_entropy
+        self.context_mask: MaskBuilder | None = None  # where a rank holds a slice of each sequence
         self.tok_embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.rotary = RotaryEmbedding(shape)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
@@ -117,29 +125,36 @@ class Llama(nn.Module):
         hidden = self.hidden_states(tokens, positions=positions, document_ids=document_ids)
         if targets is None:
             return F.linear(hidden, self.output_weight)
-        loss = fused_linear_cross_entropy if self.fused_loss else plain_linear_cross_entropy
-        return loss(hidden, self.output_weight, targets, denominator=loss_denominator)
+        return self.linear_cross_entropy(hidden, self.output_weight, targets, denominator=loss_denominator)
 
     def hidden_states(
         self, tokens: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
         """What the output projection sees: [batch, length, hidden_size] after the last norm."""
+        return self.norm(self.through_layers(self.embed(tokens), positions=positions, document_ids=document_ids))
+
+    def embed(self, tokens: Tensor) -> Tensor:
         _check_tokens(tokens, self.shape.vocab_size)
-        hidden = self.tok_embed(tokens)
+        return self.tok_embed(tokens)
+
+    def through_layers(
+        self, hidden: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream [batch, length, hidden_size] before the first layer, and after the last."""
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = torch.arange(hidden.shape[1], device=hidden.device)
         rotary = self.rotary(positions)
-        backend = self._backend_for(hidden, documents=document_ids is not None)
-        mask = build_mask(backend, tokens, document_ids)
+        backend = self._backend_for(hidden, masked=document_ids is not None or self.context_mask is not None)
+        mask = (self.context_mask or build_mask)(backend, hidden, document_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotary, backend, mask)
-        return self.norm(hidden)
+        return hidden
 
-    def _backend_for(self, hidden: Tensor, documents: bool) -> str:
+    def _backend_for(self, hidden: Tensor, masked: bool) -> str:
         device = hidden.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
-        return resolve_backend(self.attention_backend, device, dtype, self.shape.head_dim, documents)
+        return resolve_backend(self.attention_backend, device, dtype, self.shape.head_dim, masked)
 
 
 def _check_shape(shape: ModelShape) -> None:

@@ -8,8 +8,9 @@ backward pass only scales them. Softmax and loss are computed in float32 whateve
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,13 @@ from torch.autograd.function import once_differentiable
 from model_check.errors import ModelError
 
 IGNORED = -100
+LinearCrossEntropy: TypeAlias = Callable[..., Tensor]
+"""(hidden, weight, targets, *, denominator) to the loss: any of the functions here."""
 KERNELS = ("auto", "triton", "torch")
 
 _CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 # float16 holds nothing below 6e-8: probabilities of a large vocabulary survive only if they are scaled up first.
-_HALF_PRESCALE = 1024.0
+HALF_PRESCALE = 1024.0
 
 
 def plain_linear_cross_entropy(
@@ -32,7 +35,7 @@ def plain_linear_cross_entropy(
     """The textbook path, with all logits in memory: what the fused one is compared with."""
     logits = F.linear(hidden, weight).flatten(0, -2).float()
     total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / _denominator_tensor(denominator, targets)
+    return total / denominator_tensor(denominator, targets)
 
 
 def fused_linear_cross_entropy(
@@ -51,14 +54,14 @@ def fused_linear_cross_entropy(
     `chunk` is the number of rows taken at once (None: as many as fit a fixed budget of memory).
     """
     _check_kernel(kernel, hidden.device)
-    _check_targets(targets, weight.shape[0])
-    dtype = _compute_dtype(hidden)
+    check_targets(targets, weight.shape[0])
+    dtype = compute_dtype(hidden)
     work = _Work(
-        chunk=chunk or _rows_per_chunk(targets.numel(), weight.shape[0], dtype, hidden.device),
+        chunk=chunk or rows_per_chunk(targets.numel(), weight.shape[0], dtype, hidden.device),
         use_triton=kernel == "triton" or (kernel == "auto" and _triton_runs_on(hidden.device)),
         dtype=dtype,
     )
-    divisor = _denominator_tensor(denominator, targets)
+    divisor = denominator_tensor(denominator, targets)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _FusedLinearCrossEntropy.apply(hidden, weight, targets, divisor, work)
         return loss
@@ -78,7 +81,7 @@ class _Work:
 
     @property
     def prescale(self) -> float:
-        return _HALF_PRESCALE if self.dtype == torch.float16 else 1.0
+        return HALF_PRESCALE if self.dtype == torch.float16 else 1.0
 
 
 @dataclass(frozen=True)
@@ -189,12 +192,12 @@ def _cross_entropy_rows(
     return losses, gradient.to(logits.dtype)
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
+def compute_dtype(hidden: Tensor) -> torch.dtype:
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def _rows_per_chunk(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
+def rows_per_chunk(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
     """Equal chunks within the memory budget: a short last chunk would waste most of its matrix products."""
     budget = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cpu"])
     most = max(1, budget // (vocabulary * dtype.itemsize))
@@ -202,7 +205,7 @@ def _rows_per_chunk(rows: int, vocabulary: int, dtype: torch.dtype, device: torc
     return max(1, -(-rows // chunks))
 
 
-def _denominator_tensor(denominator: Tensor | float | None, targets: Tensor) -> Tensor:
+def denominator_tensor(denominator: Tensor | float | None, targets: Tensor) -> Tensor:
     if denominator is None:
         return (targets != IGNORED).sum().clamp(min=1).float()
     if isinstance(denominator, Tensor):
@@ -224,7 +227,7 @@ def _check_kernel(kernel: str, device: torch.device) -> None:
         )
 
 
-def _check_targets(targets: Tensor, vocabulary: int) -> None:
+def check_targets(targets: Tensor, vocabulary: int) -> None:
     """On a GPU a look at the values would stall the queue: there the kernel answers a wrong target with NaN."""
     if targets.device.type != "cpu" or targets.numel() == 0:
         return

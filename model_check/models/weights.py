@@ -20,8 +20,10 @@ from torch import Tensor
 
 from model_check.config.shapes import ModelShape
 from model_check.errors import ModelError
+from model_check.models.distribute import fill
 from model_check.models.hf_config import config_from_shape
 from model_check.models.hub import CONFIG_FILE, pretrained_folder
+from model_check.models.initialize import build_meta_model
 from model_check.models.llama import Llama
 
 SINGLE_FILE = "model.safetensors"
@@ -40,6 +42,8 @@ _INSIDE_A_LAYER = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+_OURS_OUTSIDE_LAYERS = {theirs: ours for ours, theirs in _OUTSIDE_LAYERS.items()}
+_OURS_INSIDE_A_LAYER = {theirs: ours for ours, theirs in _INSIDE_A_LAYER.items()}
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 _THEIR_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MOST_NAMES_IN_A_MESSAGE = 8
@@ -51,6 +55,15 @@ def hugging_face_name(name: str) -> str:
     if layer:
         return f"model.layers.{layer[1]}.{_INSIDE_A_LAYER[layer[2]]}.weight"
     return f"{_OUTSIDE_LAYERS[name.removesuffix('.weight')]}.weight"
+
+
+def own_name(name: str) -> str:
+    """The way back: `model.layers.0.self_attn.q_proj.weight` -> `layers.0.attention.wq.weight`."""
+    module = name.removesuffix(".weight")
+    layer = _THEIR_LAYER.match(module)
+    if layer:
+        return f"layers.{layer[1]}.{_OURS_INSIDE_A_LAYER[module[layer.end() :]]}.weight"
+    return f"{_OURS_OUTSIDE_LAYERS[module]}.weight"
 
 
 @torch.no_grad()
@@ -67,7 +80,7 @@ def load_pretrained(model: Llama, source: str | Path) -> None:
         with _open(path) as tensors:
             for name in tensors.keys():  # noqa: SIM118 — a safetensors file is not iterable
                 if name in parameters:
-                    parameters[name].copy_(tensors.get_tensor(name))
+                    fill(parameters[name], tensors.get_tensor(name))
 
 
 def save_pretrained(
@@ -150,7 +163,9 @@ def _check_fit(
     parameters: Mapping[str, Tensor], stored: Mapping[str, tuple[int, ...]], model: Llama, folder: Path
 ) -> None:
     missing = [name for name in parameters if name not in stored]
-    unexpected = [name for name in stored if name not in parameters and not _may_be_left_out(name, model)]
+    # A pipeline stage takes its own share; what the other stages hold is no surprise in the file.
+    known = {hugging_face_name(name) for name, _ in build_meta_model(model.shape).named_parameters()}
+    unexpected = [name for name in stored if name not in known and not _may_be_left_out(name, model)]
     misshaped = [
         f"{name} {list(stored[name])} instead of {list(parameter.shape)}"
         for name, parameter in parameters.items()

@@ -43,6 +43,25 @@ class RunDir:
             ) from error
         return cls(path.resolve())
 
+    def set_aside_earlier_attempt(self) -> Path | None:
+        """Moves what an earlier attempt left as evidence to attempts/N, so that its failure is not read as this one's.
+
+        Metrics, configuration and checkpoints stay: they belong to the run, whatever number of attempts it takes.
+        """
+        evidence = (self.events_dir, self.blackbox_dir, self.stacks_dir, self.flight_dir, self.verdict)
+        left = [path for path in evidence if (any(path.iterdir()) if path.is_dir() else path.exists())]
+        if not left:
+            return None
+        attempts = self.root / "attempts"
+        number = 1 + max((int(path.name) for path in attempts.glob("[0-9]*")), default=0)
+        aside = attempts / str(number)
+        aside.mkdir(parents=True)
+        for path in left:
+            path.rename(aside / path.name)
+        for folder in (self.events_dir, self.blackbox_dir):
+            folder.mkdir(exist_ok=True)
+        return aside
+
     @classmethod
     def open(cls, root: Path | str) -> RunDir:
         """An existing run directory, for readers."""
@@ -71,6 +90,11 @@ class RunDir:
     def logs(self) -> Path:
         """A link to the per-rank logs of this run."""
         return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """A link to the folder that this run saves its checkpoints into."""
+        return self.root / "checkpoints"
 
     @property
     def events_dir(self) -> Path:

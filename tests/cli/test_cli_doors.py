@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,10 +64,17 @@ def test_scripts_of_the_guides_are_there_and_parse() -> None:
         "train_gpu.sh",
         "train_auto_gpu.sh",
         "train_ddp.py",
+        "train_fsdp.py",
     }
     assert expected <= {path.name for path in (ROOT / "scripts").iterdir()}
     for path in [*(ROOT / "scripts").glob("*.sh"), ROOT / "run.sh", ROOT / "test.sh"]:
         assert subprocess.run(["bash", "-n", path]).returncode == 0, path
+
+
+def test_the_fsdp_door_asks_for_shards(shell: Shell) -> None:
+    done = shell.run(sys.executable, str(ROOT / "scripts" / "train_fsdp.py"), "--debug", "--dry-run")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["values"]["parallel"]["strategy"] == "fsdp"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ MISTAKES = [
     (["train", "--debug", "--nproc", "3", "--set", "training.global_batch=8"], "global_batch=8"),
     (["train", "--debug", "--gpus", "7"], "--gpus 7"),
     (["train", "--debug", "--set", "system.device=cuda"], "no GPU"),
-    (["train", "--debug", "--set", "parallel.tensor=2"], "parallel.tensor"),
+    (["train", "--debug", "--set", "parallel.tensor=4"], "model.num_kv_heads=2 cannot be cut"),
     (["train", "--debug", "--set", "data.dataset=nowhere.jsonl"], "nowhere.jsonl"),
     (["train", "--debug", "--set", "data.tokenizer=nowhere/tokenizer.json"], "tokenizer"),
     (["prepare", "--config", "broken.json"], "broken.json"),

@@ -113,12 +113,52 @@ WRONG_VALUES = [
         "training.use_amp=false means fp32",
         "set model.attention_backend to auto",
     ),
-    ({"parallel": {"strategy": "fsdp"}}, "MC860", "parallel.strategy=fsdp", "set it to ddp"),
-    ({"parallel": {"tensor": 2}}, "MC860", "parallel.tensor=2", "set it to 1"),
-    ({"parallel": {"pipeline": 2}}, "MC860", "parallel.pipeline=2", "set it to 1"),
-    ({"parallel": {"context": 2}}, "MC860", "parallel.context=2", "set it to 1"),
-    ({"parallel": {"activation_checkpointing": "full"}}, "MC860", "activation_checkpointing=full", "set it to none"),
-    ({"fsdp": {"cpu_offload": True}}, "MC860", "fsdp.cpu_offload=true", "set it to false"),
+    ({"launch": {"low_memory": True}}, "MC860", "launch.low_memory=true", "set it to false"),
+    ({"parallel": {"context": 3}}, "MC857", "training.context_length=512 cannot be cut into the 6", "a multiple of 6"),
+    (
+        {"parallel": {"context": 2}, "data": {"document_mask": True}},
+        "MC857",
+        "data.document_mask=true",
+        "set data.document_mask to false",
+    ),
+    (
+        {"parallel": {"context": 2}, "model": {"attention_backend": "flash"}, "training": {"precision": "bf16"}},
+        "MC857",
+        "model.attention_backend=flash takes no mask",
+        "set model.attention_backend to auto",
+    ),
+    ({"parallel": {"pipeline": 3}}, "MC852", "parallel.pipeline=3 stages cannot share model.num_layers=2", "2 or less"),
+    (
+        {"parallel": {"pipeline": 2}, "model": {"tie_embeddings": True}},
+        "MC852",
+        "tied embedding on the first and the last stage",
+        "set model.tie_embeddings to false",
+    ),
+    ({"parallel": {"tensor": 4}}, "MC853", "model.num_kv_heads=2 cannot be cut", "common divisor"),
+    (
+        {"parallel": {"strategy": "fsdp", "shard": 2}},
+        "MC854",
+        "parallel.strategy=fsdp",
+        "set parallel.strategy to hsdp",
+    ),
+    (
+        {"parallel": {"tensor": 2}, "training": {"precision": "fp8"}},
+        "MC855",
+        "training.precision=fp8 scales whole matrices",
+        "use bf16",
+    ),
+    (
+        {"parallel": {"pipeline": 2}, "training": {"precision": "bf16"}, "fsdp": {"use_mixed_precision": False}},
+        "MC855",
+        "fsdp.use_mixed_precision=false",
+        "set it to true",
+    ),
+    (
+        {"parallel": {"strategy": "ddp"}, "fsdp": {"cpu_offload": True}},
+        "MC856",
+        "fsdp.cpu_offload=true",
+        "set parallel.strategy to fsdp or hsdp",
+    ),
 ]
 
 
@@ -264,6 +304,12 @@ def test_ranks_that_do_not_fill_the_parallel_groups() -> None:
     assert [problem.code for problem in check_world(config, 6)] == ["MC850"]
     assert check_world(config, 8) == []
     assert config.data_parallel(8) == 2
+
+
+def test_groups_of_hsdp_must_divide_the_data_parallel_ranks() -> None:
+    config = load_config(preset="debug", overrides=["parallel.strategy=hsdp", "parallel.shard=3"])
+    assert [problem.code for problem in check_world(config, 4)] == ["MC851"]
+    assert check_world(config, 6) == []
 
 
 def test_accumulation_follows_the_global_batch() -> None:

@@ -102,6 +102,7 @@ CODES = (
     [f"MC{n}" for n in range(101, 111)]
     + [f"MC{n}" for n in range(201, 221)]
     + [f"MC{n}" for n in range(301, 314)]
+    + [f"MC{n}" for n in range(601, 609)]
     + ["MC501", "MC701", "MC702", "MC704", "MC705"]
 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from model_check import DDPTrainer, SimpleModel, load_config
-from model_check.engine.step import loss_of
+from model_check.engine.passes import loss_of
 from model_check.errors import ModelError, NumericsError, UsageError
 
 CONFIG = {
@@ -61,8 +61,11 @@ def test_accumulation_over_two_equals_one_batch_of_twice_the_size() -> None:
 
 def test_checkpoints_are_saved_at_their_interval() -> None:
     trainer().train(num_steps=5, save_checkpoints=True, checkpoint_interval=2)
-    saved = sorted(path.name for path in Path(".checkpoints").iterdir())
-    assert saved == ["step_00000001", "step_00000003", "step_00000004"]
+    lineages = [path for path in Path(".checkpoints").iterdir() if not path.is_symlink()]
+    assert len(lineages) == 1
+    saved = sorted(path.name for path in lineages[0].iterdir())
+    assert saved == ["latest", "step_00000001", "step_00000003", "step_00000004"]
+    assert (Path(".checkpoints") / "latest").resolve().name == "step_00000004"
 
 
 def test_profile_leaves_a_trace_that_tensorboard_opens() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from model_check.diagnose.catalogue.checkpoints import CHECKPOINTS
 from model_check.diagnose.catalogue.crashing import CRASHING
+from model_check.diagnose.catalogue.data import DATA
 from model_check.diagnose.catalogue.entry import Entry
 from model_check.diagnose.catalogue.hanging import HANGING
 from model_check.diagnose.catalogue.pages import as_markdown, as_text
 from model_check.diagnose.catalogue.slowness import SLOWNESS
 from model_check.diagnose.catalogue.starting import STARTING
-from model_check.diagnose.catalogue.storing import STORING
 
-CATALOGUE: dict[str, Entry] = dict(sorted({**STARTING, **HANGING, **CRASHING, **SLOWNESS, **STORING}.items()))
+CATALOGUE: dict[str, Entry] = dict(
+    sorted({**STARTING, **HANGING, **CRASHING, **CHECKPOINTS, **SLOWNESS, **DATA}.items())
+)
 
 
 def explain(code: str) -> str:

@@ -1,34 +1,10 @@
-"""MC6xx and MC9xx: checkpoints and data that are not what they should be."""
+"""MC9xx: data that is not what it should be."""
 
 from __future__ import annotations
 
 from model_check.diagnose.catalogue.entry import Entry
 
-STORING: dict[str, Entry] = {
-    "MC601": Entry(
-        "corrupt checkpoint",
-        "A file of a checkpoint is not what was saved.",
-        "A flipped bit, a truncated copy, a disk that lied about a write.",
-        "Size and checksum of every file are compared with the manifest before anything is loaded.",
-        ("resume from another checkpoint: --resume auto passes over damaged ones", "check the disk it lies on"),
-        "step_00000400/__1_0.distcp is not what was saved",
-    ),
-    "MC602": Entry(
-        "missing shard",
-        "A file that the manifest of a checkpoint lists is not there.",
-        "A copy that left files out, or somebody who cleaned up.",
-        "Every file of the manifest is looked up before anything is loaded.",
-        ("copy the checkpoint again, whole", "resume from another checkpoint"),
-        "step_00000400/__3_0.distcp is missing",
-    ),
-    "MC603": Entry(
-        "no readable manifest",
-        "The folder is not a committed checkpoint.",
-        "A save that never finished, or a folder that is no checkpoint at all.",
-        "A checkpoint is renamed into place only after its manifest is written and flushed.",
-        ("resume from another checkpoint",),
-        "step_00000400 has no readable manifest.json",
-    ),
+DATA: dict[str, Entry] = {
     "MC901": Entry(
         "corrupt data cache",
         "A block of the tokenized data differs from what was written.",

@@ -1,0 +1,148 @@
+"""Where checkpoints lie. Every line of training that was ever continued has a folder of its own.
+
+.checkpoints/
+    latest -> 20260101-120000-4711/step_00000019         the newest of all
+    20260101-120000-4711/                                a lineage: a run and the runs that continue it
+        step_00000009/  step_00000019/                   committed checkpoints, whole by construction
+        latest -> step_00000019
+        .staging-step_00000029@host.4711                 a save under way, or one whose run died: never read
+
+A fresh run opens a new lineage, named after its run directory, so two runs never write over each other. A run that
+continues the newest checkpoint of a lineage stays in it; one that continues an older one branches off into its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from model_check.checkpoint.manifest import MANIFEST
+
+LATEST = "latest"
+_COMMITTED = re.compile(r"step_(\d{8,})")
+_ASIDE = re.compile(r"\.(?:staging|replaced|discarded)-.+@(?P<host>[^@]*)\.(?P<pid>\d+)")
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def owner() -> str:
+    """Who works on a folder that is not committed; a later run sees from it whether that one is still alive."""
+    return f"{socket.gethostname()}.{os.getpid()}"
+
+
+def staging_folder(lineage: Path, step: int, whose: str) -> Path:
+    return lineage / f".staging-{folder_name(step)}@{whose}"
+
+
+def committed(lineage: Path) -> list[Path]:
+    """Committed checkpoints of a lineage, oldest step first."""
+    found = [(int(match[1]), path) for path in _children(lineage) if (match := _COMMITTED.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / MANIFEST).exists()]
+
+
+def unfinished(lineage: Path) -> list[Path]:
+    """Saves that were never committed, and step folders without a manifest."""
+    return [
+        path
+        for path in _children(lineage)
+        if path.name.startswith(".staging-") or (_COMMITTED.fullmatch(path.name) and not (path / MANIFEST).exists())
+    ]
+
+
+def lineages(directory: Path) -> list[Path]:
+    """The folders of a checkpoint directory that hold checkpoints; the directory itself, where it holds some."""
+    folders = [path for path in _children(directory) if not path.name.startswith(".") and not path.is_symlink()]
+    return [path for path in (directory, *folders) if committed(path) or unfinished(path)]
+
+
+def open_lineage(directory: Path, wanted: str) -> Path:
+    """A new folder of this name, or with a number behind it where the name is taken."""
+    directory.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = directory / (wanted if number == 1 else f"{wanted}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def commit(staging: Path, target: Path) -> None:
+    """One rename makes it a checkpoint. An older one of the same step, which was passed over, moves out of its way."""
+    if target.exists():
+        _discard(target, "replaced")
+    staging.rename(target)
+    _sync_folder(target.parent)
+    point_latest(target.parent, target)
+    point_latest(target.parent.parent, target)
+
+
+def point_latest(folder: Path, target: Path) -> None:
+    """`latest` is replaced by a rename: it names the old checkpoint or the new one."""
+    scratch = folder / f".{LATEST}.{os.getpid()}"
+    scratch.unlink(missing_ok=True)
+    scratch.symlink_to(os.path.relpath(target, folder))
+    scratch.replace(folder / LATEST)
+
+
+def retain(lineage: Path, *, last: int, every: int, best: int | None) -> list[Path]:
+    """Removes all but the last N, every K-th step and the best; returns what was removed."""
+    steps = {path: int(path.name.removeprefix("step_")) for path in committed(lineage)}
+    kept = set(list(steps)[-last:])
+    removed = []
+    for path, step in steps.items():
+        if path in kept or step == best or (every and (step + 1) % every == 0):
+            continue
+        _discard(path, "discarded")
+        removed.append(path)
+    return removed
+
+
+def remove_leftovers(lineage: Path, *, whose: str) -> list[Path]:
+    """Removes saves whose process is gone, here or in a lineage beside; those of other hosts are left alone.
+
+    `whose` is the caller, who has no save under way.
+    """
+    here = socket.gethostname()
+    removed = []
+    for folder in [lineage, *_children(lineage.parent)]:
+        for path in _children(folder):
+            match = _ASIDE.fullmatch(path.name)
+            if match is None or match["host"] != here:
+                continue
+            mine = f"{match['host']}.{match['pid']}" == whose
+            if mine or not Path(f"/proc/{match['pid']}").exists():
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+    return removed
+
+
+def best_step(losses: Mapping[int, float]) -> int | None:
+    """The step with the lowest validation loss; of equals the later one."""
+    return min(losses, key=lambda step: (losses[step], -step)) if losses else None
+
+
+def _discard(path: Path, why: str) -> None:
+    """Renamed first: a kill during the removal must not leave half a checkpoint under a committed name."""
+    aside = path.with_name(f".{why}-{path.name}@{owner()}")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _children(folder: Path) -> Iterable[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []

@@ -1,0 +1,230 @@
+"""Saving while training goes on: copy, write, agree, commit.
+
+save()      training waits: the plan, and the copy of this rank's share to host memory
+a thread    writes the share, tells the other ranks how that went; rank 0 commits when all of them wrote well
+poll()      brings the outcome back to the training thread: a save that failed is always reported
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_check.checkpoint import layout
+from model_check.checkpoint.manifest import Manifest, TensorEntry
+from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.shards import HostBuffer, Part, Written, collect_parts, write_parts
+from model_check.errors import CheckpointError
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# The manifest, and what a file system needs to keep a file.
+_ROOM_BESIDES_TENSORS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept: the last N, every step whose number (from 1) is a multiple of K, the lowest validation loss."""
+
+    last: int = 3
+    every: int = 0
+    best: bool = True
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended; the same on every rank. `error` is None where `path` is a committed checkpoint."""
+
+    step: int
+    path: Path
+    bytes: int
+    seconds: float
+    error: CheckpointError | None
+
+
+class Saver:
+    """Saves of one run into one lineage. Making one is collective, and so is every `save`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        peers: Peers,
+        *,
+        lineage: Path | None = None,
+        name: str,
+        background: bool = True,
+        retention: Retention | None = None,
+    ) -> None:
+        """Continues `lineage`; without one, opens a new lineage called `name` in the directory."""
+        self._peers = peers
+        self._background = background
+        self._retention = retention or Retention()
+        self._buffer = HostBuffer()
+        self._thread: threading.Thread | None = None
+        self._saved: list[Saved] = []
+        self.lineage, self._owner = self._agree_on_folder(directory, lineage, name)
+
+    def _agree_on_folder(self, directory: Path, lineage: Path | None, name: str) -> tuple[Path, str]:
+        answer: tuple[Path, str] | CheckpointError | None = None
+        if self._peers.is_first:
+            try:
+                folder = lineage or layout.open_lineage(directory, name)
+                layout.remove_leftovers(folder, whose=layout.owner())
+                answer = (folder, layout.owner())
+            except OSError as error:
+                answer = CheckpointError(
+                    f"checkpoints cannot be written to {directory}: {error.strerror}",
+                    remedy="set checkpoint.dir to a folder you may write to",
+                    code="MC608",
+                )
+        answer = self._peers.from_first(answer)
+        if isinstance(answer, CheckpointError):
+            raise answer
+        assert answer is not None, "rank 0 always answers"
+        return answer
+
+    def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any], *, wait: bool = False) -> float:
+        """Saves `state` (name to tensor); returns the seconds that training waited. `wait`: until it is committed."""
+        began = time.perf_counter()
+        self.wait()
+        parts = collect_parts(dict(state), self._peers.group)
+        if self._background and not wait:
+            parts = self._buffer.copy(parts)
+            # A daemon: a rank that fails must end at once, whatever its unfinished save is waiting for.
+            self._thread = threading.Thread(
+                target=self._finish, args=(step, parts, dict(extra), began), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._finish(step, parts, dict(extra), began)
+        return time.perf_counter() - began
+
+    def poll(self) -> list[Saved]:
+        """The saves that ended since the last call."""
+        ended, self._saved = self._saved, []
+        return ended
+
+    def wait(self) -> None:
+        """Until no save is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _finish(self, step: int, parts: Sequence[Part], extra: dict[str, Any], began: float) -> None:
+        target = self.lineage / layout.folder_name(step)
+        needed = sum(part.data.nbytes for part in parts)
+        error: CheckpointError | None = None
+        try:
+            error, needed = self._write_and_commit(step, parts, extra, target)
+        except (OSError, RuntimeError) as failure:
+            # A peer that died in the middle ends the job too; the outcome says that this save does not exist.
+            error = CheckpointError(f"the save of step {step} was cut short ({failure})", code="MC608")
+        self._saved.append(Saved(step, target, needed, time.perf_counter() - began, error))
+
+    def _write_and_commit(
+        self, step: int, parts: Sequence[Part], extra: dict[str, Any], target: Path
+    ) -> tuple[CheckpointError | None, int]:
+        """Every rank comes out of here with the same answer."""
+        staging = layout.staging_folder(self.lineage, step, self._owner)
+        fault = self._attempt(lambda: self._make_staging(staging)) if self._peers.is_first else None
+        mine = (fault, sum(part.data.nbytes for part in parts), shutil.disk_usage(self.lineage).free)
+        everybody = self._peers.gather(mine)
+        needed = sum(share for _, share, _ in everybody)
+        free = min(room for _, _, room in everybody)
+        fault = next((fault for fault, _, _ in everybody if fault is not None), None)
+        if fault is None and needed + _ROOM_BESIDES_TENSORS > free:
+            fault = (errno.ENOSPC, "not enough room")
+        if fault is None:
+            written: list[Written] = []
+            file = staging / f"rank_{self._peers.rank:05d}.bin"
+
+            def write() -> None:
+                written.extend(write_parts(file, parts))
+
+            fault = self._attempt(write) if parts else None
+            reports = self._peers.gather((fault, written))
+            fault = next((fault for fault, _ in reports if fault is not None), None)
+            if fault is None and self._peers.is_first:
+                everything = [entry for _, entries in reports for entry in entries]
+                fault = self._attempt(lambda: self._commit(staging, target, step, everything, extra))
+            untidy = self._attempt(self._retain) if fault is None and self._peers.is_first else None
+            fault, untidy = self._peers.from_first((fault, untidy))
+            if fault is None and untidy is not None:
+                return _untidy_error(self.lineage, untidy), needed
+        if fault is None:
+            return None, needed
+        if self._peers.is_first:
+            shutil.rmtree(staging, ignore_errors=True)
+        return _save_error(step, self.lineage, fault, needed, free), needed
+
+    @staticmethod
+    def _attempt(work: Any) -> tuple[int, str] | None:
+        """The error number and text of an OSError in `work`: plain data, which peers can be told."""
+        try:
+            work()
+        except OSError as error:
+            return error.errno or 0, error.strerror or str(error)
+        return None
+
+    @staticmethod
+    def _make_staging(staging: Path) -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+
+    def _commit(
+        self, staging: Path, target: Path, step: int, written: Sequence[Written], extra: dict[str, Any]
+    ) -> None:
+        files: dict[str, int] = {}
+        tensors: dict[str, TensorEntry] = {}
+        for entry in sorted(written, key=lambda w: (w.name, w.chunk.offsets)):
+            files[entry.chunk.file] = files.get(entry.chunk.file, 0) + entry.chunk.bytes
+            before = tensors[entry.name].chunks if entry.name in tensors else ()
+            tensors[entry.name] = TensorEntry(entry.dtype, entry.shape, (*before, entry.chunk))
+        for name, size in files.items():
+            found = (staging / name).stat().st_size
+            if found != size:
+                raise OSError(errno.EIO, f"{name} has {found} bytes on disk instead of {size}")
+        Manifest(step, self._peers.world_size, time.time(), files, tensors, extra).write(staging)
+        layout.commit(staging, target)
+
+    def _retain(self) -> None:
+        losses = {}
+        if self._retention.best:
+            for path in layout.committed(self.lineage):
+                try:
+                    manifest = Manifest.read(path)
+                except CheckpointError:
+                    continue  # damaged: it cannot be the best, and the search for a checkpoint names it
+                if manifest.extra.get("val_loss") is not None:
+                    losses[manifest.step] = float(manifest.extra["val_loss"])
+        layout.retain(
+            self.lineage, last=self._retention.last, every=self._retention.every, best=layout.best_step(losses)
+        )
+
+
+def _untidy_error(folder: Path, fault: tuple[int, str]) -> CheckpointError:
+    return CheckpointError(
+        f"old checkpoints in {folder} could not be removed: {fault[1]}",
+        remedy="remove them by hand before the disk is full; the new one is whole",
+        code="MC608",
+    )
+
+
+def _save_error(step: int, folder: Path, fault: tuple[int, str], needed: int, free: int) -> CheckpointError:
+    number, text = fault
+    if number in _NO_ROOM:
+        return CheckpointError(
+            f"the checkpoint of step {step} needs {needed:,} bytes, {free:,} are free in {folder} ({text})",
+            remedy="free space, lower checkpoint.keep, or set checkpoint.dir to another disk; older ones are intact",
+            code="MC604",
+        )
+    return CheckpointError(
+        f"the checkpoint of step {step} could not be written to {folder}: {text}",
+        remedy="check the disk, or set checkpoint.dir to another one; older checkpoints are intact",
+        code="MC608",
+    )

@@ -1,0 +1,79 @@
+"""Is a checkpoint what was saved? Reads every byte, block by block, and names the first thing that is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from model_check.checkpoint.manifest import BLOCK_BYTES, Chunk, Manifest, new_hash
+from model_check.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint and what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+def verify(path: Path, *, part: int = 0, parts: int = 1) -> Checkpoint:
+    """Raises CheckpointError for the first damage. With `parts` ranks, each reads the bytes of every parts-th chunk.
+
+    The manifest and the sizes of all files are checked by everyone; they cost nothing.
+    """
+    manifest = Manifest.read(path)
+    _check_files(path, manifest)
+    opened: BinaryIO | None = None
+    try:
+        for index, (tensor, chunk) in enumerate(manifest.chunks()):
+            if index % parts != part:
+                continue
+            if opened is None or opened.name != str(path / chunk.file):
+                if opened is not None:
+                    opened.close()
+                opened = (path / chunk.file).open("rb")
+            _check_chunk(opened, tensor, chunk)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror or error})", remedy="resume from another checkpoint", code="MC601"
+        ) from error
+    finally:
+        if opened is not None:
+            opened.close()
+    return Checkpoint(path, manifest)
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    for name, size in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing", remedy="resume from another checkpoint", code="MC602")
+        found = file.stat().st_size
+        if found != size:
+            raise CheckpointError(
+                f"{file} has {found} bytes instead of {size}", remedy="resume from another checkpoint", code="MC601"
+            )
+
+
+def _check_chunk(file: BinaryIO, tensor: str, chunk: Chunk) -> None:
+    digest = new_hash()
+    file.seek(chunk.start)
+    left = chunk.bytes
+    while left:
+        block = file.read(min(left, BLOCK_BYTES))
+        if not block:
+            break
+        digest.update(block)
+        left -= len(block)
+    if left or digest.hexdigest() != chunk.checksum:
+        raise CheckpointError(
+            f"{file.name} is not what was saved: {tensor} has another checksum",
+            remedy="resume from another checkpoint",
+            code="MC601",
+        )

@@ -1,0 +1,250 @@
+"""Weights in any form we read: our checkpoints, `.safetensors`, Hugging Face folders, `.pt`. One tensor at a time.
+
+A `.pt` file is opened with torch's weights-only unpickler, never another; its tensors are read from where they lie in
+the file, so that opening 32 GB takes no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_check.checkpoint.manifest import MANIFEST, Manifest
+from model_check.errors import CheckpointError
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+SAFETENSORS_FILE = "model.safetensors"
+MODEL_PREFIX = "model."
+_WRAPPERS = re.compile(r"(^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")
+_REPLICA = "module."
+# Under which key old trainers keep the weights in what they save.
+_NESTS = ("model", "state_dict", "model_state_dict", "module", "weights")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that has not been read yet."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Names and tensors of one model, wherever they lie. `metadata` is what the file says besides (step, shape)."""
+
+    path: Path
+    kind: str
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    removed_prefixes: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors.values())
+
+
+def clean_name(name: str) -> str:
+    """Without what torch.compile, activation checkpointing and FSDP put into a name."""
+    return _WRAPPERS.sub("", name).removeprefix(".")
+
+
+def clean_names(names: Iterable[str]) -> dict[str, str]:
+    """Each stored name with what the model calls it: also without the `module.` of DDP, where all of them carry it."""
+    cleaned = {name: clean_name(name) for name in names}
+    while cleaned and all(name.startswith(_REPLICA) for name in cleaned.values()):
+        cleaned = {stored: clean_name(name.removeprefix(_REPLICA)) for stored, name in cleaned.items()}
+    return cleaned
+
+
+def kind_of(path: Path) -> str:
+    """`sharded`, `hf`, `safetensors` or `pt`, from what is there."""
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            return "sharded"
+        if (path / SAFETENSORS_INDEX).exists() or (path / SAFETENSORS_FILE).exists():
+            return "hf"
+    elif path.is_file():
+        return "safetensors" if path.suffix == ".safetensors" else "pt"
+    raise CheckpointError(
+        f"{path} holds no weights that we know",
+        remedy="name a step_* folder, a Hugging Face folder, a .safetensors or a .pt file",
+        code="MC603",
+    )
+
+
+def open_weights(path: Path) -> Weights:
+    """Names, shapes and formats of every tensor; values are read when asked for."""
+    kind = kind_of(path)
+    tensors, metadata = {"sharded": _sharded, "hf": _folder, "safetensors": _safetensors, "pt": _pt}[kind](path)
+    names = clean_names(tensors)
+    changed = [stored for stored, name in names.items() if stored != name]
+    prefixes = sorted({prefix for name in changed for prefix in ("module.", "_orig_mod.") if prefix in name})
+    return Weights(path, kind, {names[name]: tensor for name, tensor in tensors.items()}, metadata, tuple(prefixes))
+
+
+def _sharded(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    from model_check.checkpoint.shards import dtype_of, read_tensor
+
+    manifest = Manifest.read(path)
+    tensors = {}
+    for name, entry in manifest.tensors.items():
+        if name.startswith(MODEL_PREFIX):
+
+            def read(entry: Any = entry) -> Tensor:
+                return read_tensor(path, entry)
+
+            tensors[name.removeprefix(MODEL_PREFIX)] = StoredTensor(dtype_of(entry.dtype), entry.shape, read)
+    return tensors, {"step": manifest.step, **manifest.extra}
+
+
+def _safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = {key: _maybe_json(value) for key, value in (file.metadata() or {}).items()}
+            names = list(file.keys())
+        return dict(_lazily(path, names, safe_open)), metadata
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({error})", remedy="copy or write it again", code="MC601"
+        ) from error
+
+
+def _lazily(path: Path, names: list[str], safe_open: Any) -> Iterator[tuple[str, StoredTensor]]:
+    """Each read opens the file anew: a mapping that stays open would keep every page it has touched."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        for name in names:
+            part = file.get_slice(name)
+
+            def read(name: str = name) -> Tensor:
+                with safe_open(path, framework="pt", device="cpu") as opened:
+                    return opened.get_tensor(name).clone()
+
+            yield name, StoredTensor(_SAFETENSORS_DTYPES[part.get_dtype()], tuple(part.get_shape()), read)
+
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+SAFETENSORS_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
+
+
+def _folder(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    index = path / SAFETENSORS_INDEX
+    files = [SAFETENSORS_FILE]
+    if index.exists():
+        try:
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{index} is not an index of safetensors", remedy="copy it again", code="MC601"
+            ) from error
+    tensors: dict[str, StoredTensor] = {}
+    for name in files:
+        file = path / name
+        if Path(name).name != name or not file.is_file():
+            raise CheckpointError(f"{file} is missing", remedy="copy the folder again", code="MC602")
+        tensors.update(_safetensors(file)[0])
+    return tensors, {"folder": str(path)}
+
+
+def _maybe_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _pt(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    content, offsets_known = _unpickle(path)
+    state, metadata = _state_in(content, path)
+    return {name: _stored(path, tensor, offsets_known) for name, tensor in state.items()}, metadata
+
+
+def _unpickle(path: Path) -> tuple[Any, bool]:
+    """What the file holds, tensors without their values; a file of torch before 1.6 is read whole."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        if not torch.serialization._is_zipfile(path.open("rb")):
+            return torch.load(path, map_location="cpu", weights_only=True), False
+        with FakeTensorMode():
+            return torch.load(path, map_location="cpu", weights_only=True), True
+    except Exception as error:  # the unpickler raises whatever the damage leads it to
+        what = str(error).split("\n")[0][:160]
+        raise CheckpointError(
+            f"{path} cannot be read as plain tensors ({type(error).__name__}: {what})",
+            remedy="save only tensors, numbers and text into it; other objects are never unpickled",
+            code="MC601",
+        ) from error
+
+
+def _state_in(content: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    metadata: dict[str, Any] = {}
+    while isinstance(content, Mapping):
+        tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+        nest = next((key for key in _NESTS if isinstance(content.get(key), Mapping)), None)
+        if nest is None:
+            if tensors:
+                return tensors, metadata
+            break
+        metadata.update({k: v for k, v in content.items() if isinstance(v, (int, float, str, dict)) and k != nest})
+        content = content[nest]
+    raise CheckpointError(
+        f"{path} holds no state dict", remedy=f"save the tensors at the top, or under {_NESTS[0]!r}", code="MC603"
+    )
+
+
+def _stored(path: Path, tensor: Tensor, offsets_known: bool) -> StoredTensor:
+    shape = tuple(tensor.shape)
+    if not offsets_known:
+        return StoredTensor(tensor.dtype, shape, lambda: tensor)
+    begin = offset_in_file(tensor) + int(tensor.storage_offset()) * tensor.dtype.itemsize
+    stride = tensor.stride()
+    span = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if tensor.numel() else 0
+
+    def read() -> Tensor:
+        memory = torch.empty(span * tensor.dtype.itemsize, dtype=torch.uint8)
+        with path.open("rb") as file:
+            file.seek(begin)
+            got = file.readinto(memory.numpy().data) if span else 0
+        if got != memory.numel():
+            raise CheckpointError(f"{path} ends early", remedy="copy it again", code="MC601")
+        return memory.view(tensor.dtype).as_strided(shape, stride)
+
+    return StoredTensor(tensor.dtype, shape, read)
+
+
+def offset_in_file(hollow: Tensor) -> int:
+    """Where the storage of a tensor begins in the file that it was loaded from without its values."""
+    offset = hollow.untyped_storage()._checkpoint_offset
+    assert offset is not None, "torch did not say where the tensor lies in its file"
+    return int(offset)

@@ -1,0 +1,175 @@
+"""Weights out, in any form we write, one tensor in memory at a time; whole at the end, or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from model_check.checkpoint.manifest import Manifest, TensorEntry
+from model_check.checkpoint.weight_files import (
+    MODEL_PREFIX,
+    SAFETENSORS_FILE,
+    SAFETENSORS_INDEX,
+    SAFETENSORS_NAMES,
+    StoredTensor,
+    offset_in_file,
+)
+from model_check.errors import CheckpointError
+
+Tensors = Mapping[str, StoredTensor]
+SHARD_BYTES = 5 * 1024**3
+_BLOCK_BYTES = 1 << 22
+
+
+def write_sharded(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
+    """Our own form, holding weights only: `--resume` starts from it at step 0."""
+    from model_check.checkpoint.shards import Part, Written, write_parts
+
+    extra = {"shape": metadata.get("shape"), "converted": True}
+    with _whole_folder(target) as scratch:
+        entries: dict[str, TensorEntry] = {}
+        files: dict[str, int] = {}
+        for number, (name, tensor) in enumerate(tensors.items()):
+            value = tensor.read()
+            part = Part(f"{MODEL_PREFIX}{name}", tensor.shape, (0,) * value.ndim, value)
+            written: Written = write_parts(scratch / f"weights_{number:05d}.bin", [part])[0]
+            entries[part.name] = TensorEntry(written.dtype, written.shape, (written.chunk,))
+            files[written.chunk.file] = written.chunk.bytes
+        step = metadata.get("step")
+        Manifest(step if isinstance(step, int) else 0, 1, time.time(), files, entries, extra).write(scratch)
+
+
+def write_safetensors(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
+    """One file: its header says where each tensor will lie, then the tensors follow in that order."""
+    kept = {k: json.dumps(metadata[k]) for k in ("step", "shape") if metadata.get(k) is not None}
+    with _whole_file(target) as scratch, scratch.open("wb") as file:
+        _stream_safetensors(file, tensors, {"format": "pt", **kept})
+
+
+def write_hugging_face(target: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:
+    """A folder that transformers loads: config.json, and safetensors of at most 5 GB."""
+    with _whole_folder(target) as scratch:
+        shards = list(_shards(tensors, SHARD_BYTES))
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(shards, start=1):
+            name = SAFETENSORS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            weight_map.update(dict.fromkeys(names, name))
+            with (scratch / name).open("wb") as file:
+                _stream_safetensors(file, {n: tensors[n] for n in names}, {"format": "pt"})
+        if len(shards) > 1:
+            total = sum(tensor.bytes for tensor in tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (scratch / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_pt(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
+    """`torch.load(target, weights_only=True)["model"]`. The file is laid out first, its tensors are filled in after."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kept = {key: metadata[key] for key in ("step", "shape") if metadata.get(key) is not None}
+    with _whole_file(target) as scratch:
+        with FakeTensorMode():
+            hollow = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save({**kept, "model": hollow}, scratch)
+            places: dict[str, Tensor] = torch.load(scratch, weights_only=True)["model"]
+        with scratch.open("r+b") as file:
+            for name, tensor in tensors.items():
+                if tensor.bytes:
+                    file.seek(offset_in_file(places[name]))
+                    _write_values(file, tensor)
+            _to_disk(file)
+
+
+def _stream_safetensors(file: BinaryIO, tensors: Tensors, metadata: dict[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    # The format asks for tensors without gaps; wide numbers first keep all of them aligned.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    for name in ordered:
+        tensor = tensors[name]
+        if tensor.dtype not in SAFETENSORS_NAMES:
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, which safetensors cannot hold", remedy="convert it to .pt instead"
+            )
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.bytes],
+        }
+        at += tensor.bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in ordered:
+        _write_values(file, tensors[name])
+    _to_disk(file)
+
+
+def _write_values(file: BinaryIO, tensor: StoredTensor) -> None:
+    value = tensor.read()
+    flat = value.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    for begin in range(0, len(flat), _BLOCK_BYTES):
+        file.write(flat[begin : begin + _BLOCK_BYTES])
+
+
+def _to_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _shards(tensors: Tensors, most: int) -> Iterator[list[str]]:
+    """Names in order, cut before a shard would pass `most` bytes; a larger tensor gets a shard of its own."""
+    shard: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.bytes > most:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += tensor.bytes
+    yield shard
+
+
+@contextmanager
+def _whole_folder(target: Path) -> Iterator[Path]:
+    with _written_aside(target, lambda path: shutil.rmtree(path, ignore_errors=True)) as scratch:
+        scratch.mkdir(parents=True)
+        yield scratch
+
+
+@contextmanager
+def _whole_file(target: Path) -> Iterator[Path]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _written_aside(target, lambda path: path.unlink(missing_ok=True)) as scratch:
+        yield scratch
+
+
+@contextmanager
+def _written_aside(target: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
+    """The body writes beside the target; one rename puts it there, an error leaves nothing."""
+    if target.exists():
+        raise CheckpointError(f"{target} exists", remedy="name a place that does not exist yet")
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield scratch
+        scratch.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} cannot be written: {error.strerror or error}",
+            remedy="name a place you may write to, on a disk with room",
+            code="MC608",
+        ) from error
+    finally:
+        remove(scratch)

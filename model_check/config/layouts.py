@@ -1,0 +1,170 @@
+"""The rules on parallel.* and fsdp.*: which layouts a model and a number format allow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from model_check.config import codes
+from model_check.config.resolve import base_shape
+from model_check.errors import Problem, UsageError
+
+if TYPE_CHECKING:
+    from model_check.config.schema import Config
+
+_CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+
+
+def layout_problems(config: Config) -> list[Problem]:
+    """What is wrong with the layout whatever the number of ranks."""
+    rules = (_shape_problems, _context_problems, _format_problems, _strategy_problems)
+    return [problem for rule in rules for problem in rule(config)]
+
+
+def shard_problems(config: Config, data_parallel: int) -> list[Problem]:
+    """What is wrong with the groups of hsdp once the number of ranks is known."""
+    group = config.parallel.shard
+    if config.parallel.strategy != "hsdp" or group is None or data_parallel % group == 0:
+        return []
+    return [
+        Problem(
+            codes.SHARD_NOT_DIVISIBLE,
+            "parallel.shard",
+            f"{data_parallel} data-parallel ranks are not divisible by parallel.shard={group}",
+            "set parallel.shard to a divisor of them, or to null for the ranks of one host",
+        )
+    ]
+
+
+def _size(config: Config, name: str) -> Any:
+    """A size of the model, as far as the configuration alone knows it."""
+    explicit = getattr(config.model, name)
+    if explicit is not None:
+        return explicit
+    try:
+        base = base_shape(config.model.model_path)
+    except UsageError:
+        return None  # another rule says what is wrong with the path
+    return getattr(base, name) if base is not None else None
+
+
+def _shape_problems(config: Config) -> list[Problem]:
+    parallel = config.parallel
+    problems = []
+    layers = _size(config, "num_layers")
+    if layers is not None and parallel.pipeline > layers:
+        problems.append(
+            Problem(
+                codes.PIPELINE_TOO_DEEP,
+                "parallel.pipeline",
+                f"parallel.pipeline={parallel.pipeline} stages cannot share model.num_layers={layers}",
+                f"lower it to {layers} or less",
+            )
+        )
+    if parallel.pipeline > 1 and _size(config, "tie_embeddings"):
+        problems.append(
+            Problem(
+                codes.PIPELINE_TOO_DEEP,
+                "parallel.pipeline",
+                f"parallel.pipeline={parallel.pipeline} would put the tied embedding on the first and the last stage",
+                "set model.tie_embeddings to false, or parallel.pipeline to 1",
+            )
+        )
+    for name in _CUT_BY_TENSOR:
+        size = _size(config, name)
+        if size is not None and size % parallel.tensor:
+            problems.append(
+                Problem(
+                    codes.TENSOR_NOT_DIVISIBLE,
+                    "parallel.tensor",
+                    f"model.{name}={size} cannot be cut over parallel.tensor={parallel.tensor} ranks",
+                    "set parallel.tensor to a common divisor of heads, MLP width and vocabulary",
+                )
+            )
+    return problems
+
+
+def _context_problems(config: Config) -> list[Problem]:
+    slices, length = config.parallel.context, config.training.context_length
+    if slices == 1:
+        return []
+    problems = []
+    if length % (2 * slices):
+        problems.append(
+            Problem(
+                codes.CONTEXT_NOT_DIVISIBLE,
+                "parallel.context",
+                f"training.context_length={length} cannot be cut into the {2 * slices} pieces of "
+                f"parallel.context={slices}",
+                f"use a multiple of {2 * slices}",
+            )
+        )
+    if config.data.document_mask:
+        problems.append(
+            Problem(
+                codes.CONTEXT_NOT_DIVISIBLE,
+                "parallel.context",
+                f"parallel.context={slices} cannot keep documents apart across slices, but data.document_mask=true",
+                "set data.document_mask to false, or parallel.context to 1",
+            )
+        )
+    backend = config.model.attention_backend
+    if backend not in ("auto", "sdpa", "flex", "math"):
+        problems.append(
+            Problem(
+                codes.CONTEXT_NOT_DIVISIBLE,
+                "model.attention_backend",
+                f"model.attention_backend={backend} takes no mask, and parallel.context={slices} needs one",
+                "set model.attention_backend to auto",
+            )
+        )
+    return problems
+
+
+def _format_problems(config: Config) -> list[Problem]:
+    parallel, precision = config.parallel, config.training.compute_precision
+    problems = []
+    if precision == "fp8" and parallel.tensor > 1:
+        problems.append(
+            Problem(
+                codes.LAYOUT_PRECISION,
+                "training.precision",
+                f"training.precision=fp8 scales whole matrices, and parallel.tensor={parallel.tensor} cuts them",
+                "use bf16, or set parallel.tensor to 1",
+            )
+        )
+    splits = parallel.tensor * parallel.pipeline > 1
+    if precision != "fp32" and not config.fsdp.use_mixed_precision and (splits or precision == "fp8"):
+        problems.append(
+            Problem(
+                codes.LAYOUT_PRECISION,
+                "fsdp.use_mixed_precision",
+                f"fsdp.use_mixed_precision=false leaves {precision} to autocast, which does not reach through stages, "
+                "slices and fp8 products",
+                "set it to true, or training.precision to fp32",
+            )
+        )
+    return problems
+
+
+def _strategy_problems(config: Config) -> list[Problem]:
+    parallel = config.parallel
+    problems = []
+    if parallel.shard is not None and parallel.strategy not in ("hsdp", "auto"):
+        problems.append(
+            Problem(
+                codes.SHARD_WITHOUT_HSDP,
+                "parallel.shard",
+                f"parallel.shard={parallel.shard} forms groups of hsdp, but parallel.strategy={parallel.strategy}",
+                "set parallel.strategy to hsdp, or parallel.shard to null",
+            )
+        )
+    if config.fsdp.cpu_offload and parallel.strategy == "ddp":
+        problems.append(
+            Problem(
+                codes.LAYOUT_WITHOUT_FSDP,
+                "fsdp.cpu_offload",
+                "fsdp.cpu_offload=true moves shards to the host, and parallel.strategy=ddp has none",
+                "set parallel.strategy to fsdp or hsdp",
+            )
+        )
+    return problems

@@ -1,0 +1,93 @@
+"""MC6xx: saved state that cannot be written, trusted or used."""
+
+from __future__ import annotations
+
+from model_check.diagnose.catalogue.entry import Entry
+
+CHECKPOINTS: dict[str, Entry] = {
+    "MC601": Entry(
+        "corrupt checkpoint",
+        "A file of a checkpoint is not what was saved: its size or a checksum differs.",
+        "A flipped bit on the disk or on the way to it, a copy that was cut short, a file edited by hand.",
+        "Every tensor has a checksum in the manifest, and so has the manifest; all bytes are read before training.",
+        (
+            "--resume auto goes on from the newest checkpoint that verifies",
+            "model-check checkpoint verify .checkpoints reads all of them",
+            "copy the folder again from where it is whole; look at the disk's own error counters",
+        ),
+        "rank_00001.bin is not what was saved: model.layers.3.attention.wq.weight has another checksum",
+    ),
+    "MC602": Entry(
+        "missing shard",
+        "A file that the manifest lists is not in the folder of the checkpoint.",
+        "A copy that left files out, a clean-up that removed some, hosts that do not share checkpoint.dir.",
+        "The manifest lists every file with its size.",
+        (
+            "copy the whole folder, with manifest.json and every rank_*.bin",
+            "with several hosts, put checkpoint.dir on a file system that all of them see",
+        ),
+        "step_00000999/rank_00003.bin is missing",
+    ),
+    "MC603": Entry(
+        "partial checkpoint",
+        "A save was begun and never finished: there is no manifest.",
+        "The job was killed while it wrote. A checkpoint gets its name only after every rank has written.",
+        "Folders that begin with .staging, and step folders without a manifest.json.",
+        ("nothing: --resume auto passes it over, and the next run removes it", "name an older checkpoint"),
+        ".staging-step_00001999@host.4711 was never finished",
+    ),
+    "MC604": Entry(
+        "disk full",
+        "A checkpoint could not be written because there is no room for it. The ones before it are intact.",
+        "The disk or the quota is used up, often by older checkpoints.",
+        "Needed and free bytes are compared before a save, and a write that finds no room is reported.",
+        (
+            "free space, or set checkpoint.dir to another disk",
+            "lower checkpoint.keep, raise checkpoint.keep_every",
+            "checkpoint.on_full says whether the run goes on (continue) or ends (stop)",
+        ),
+        "the checkpoint of step 1999 needs 96,361,299,968 bytes, 12,884,901,888 are free",
+    ),
+    "MC605": Entry(
+        "wrapper's prefix in the names",
+        "The names of a weights file begin with module. or hold _orig_mod.; they were taken off.",
+        "The state dict was taken from the model inside DDP or torch.compile.",
+        "The names of the tensors in the file.",
+        ("nothing: the file is loaded as it is", "save model.module.state_dict() next time"),
+        "module.layers.0.attention.wq.weight",
+    ),
+    "MC606": Entry(
+        "another number of ranks",
+        "A checkpoint is continued on another number of ranks than it was saved on.",
+        "The job got other machines.",
+        "The manifest records the number of ranks.",
+        (
+            "nothing: weights, optimizer and data order go on exactly; random generators are seeded anew",
+            "set training.global_batch to keep the same samples in every step",
+        ),
+        "saved on 4 ranks, continued on 2",
+    ),
+    "MC607": Entry(
+        "checkpoint of another model",
+        "Tensors of the checkpoint and of the model differ in name or shape.",
+        "model.* or the tokenizer changed since it was saved, or it belongs to another experiment.",
+        "Names and shapes are compared before any value is read.",
+        (
+            "give model.* the values it was saved with: they are in config.json of its run",
+            "name another checkpoint, or start without --resume",
+        ),
+        "model.tok_embed.weight is [4096, 64] there and [4096, 128] here",
+    ),
+    "MC608": Entry(
+        "checkpoint not written",
+        "A save failed for another reason than a full disk. The ones before it are intact.",
+        "An I/O error, a folder without permission, a file server that went away, a rank that died during the save.",
+        "Every rank reports how its write ended before anything is committed.",
+        (
+            "look at the disk and its mount",
+            "set checkpoint.dir to a folder you may write to",
+            "checkpoint.on_full says whether the run goes on (continue) or ends (stop)",
+        ),
+        "the checkpoint of step 1999 could not be written: Input/output error",
+    ),
+}

@@ -1,0 +1,119 @@
+"""Forward and backward over micro-batches: what differs between layouts, behind one small interface.
+
+Here: a model that is whole on every rank, alone or under DDP. `sharded` and `pipelined` have the others; they import
+parts of torch that take a second to load, so a run that does not need them does not import them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from model_check.engine.buckets import pin_buckets
+from model_check.engine.place import Place
+from model_check.engine.precision import Precision
+from model_check.errors import ModelError
+
+ScaleLoss = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Passes(Protocol):
+    """What a train step and an evaluation ask of a model. A rank that computes no loss returns zero."""
+
+    computes_loss: bool
+
+    def accumulate(self, micro_batches: Sequence[Any], scale_loss: ScaleLoss) -> torch.Tensor:
+        """Gradients of the mean loss over the micro-batches and the data-parallel ranks; returns this rank's mean."""
+        ...
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss of one batch, without gradients."""
+        ...
+
+
+def replicate(model: nn.Module, place: Place) -> nn.Module:
+    """DDP around the model; a lone rank runs the model as it is."""
+    if place.world_size == 1:
+        return model
+    # Our buffers are the same constants on every rank; torch 2.13 renamed the switch that leaves them alone.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, buffers: False}
+    if place.device.type == "cuda":
+        options["device_ids"] = [place.device.index or 0]
+    replica = DistributedDataParallel(model, **options)
+    pin_buckets(replica)
+    return replica
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The scalar loss in whatever a model returned: the tensor itself, `.loss`, `["loss"]`, or the first of a tuple."""
+    if isinstance(output, dict):
+        output = output.get("loss")
+    elif isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
+        raise ModelError(
+            f"the model returned {what}, not a scalar loss", remedy="return the loss, or an object with .loss"
+        )
+    return loss.reshape(())
+
+
+def document_arguments(batch: Any) -> dict[str, torch.Tensor]:
+    """Positions that do not just count up, and what keeps packed documents apart, where a batch carries them."""
+    named = {"positions": batch.positions, "document_ids": batch.document_ids}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def call_model(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A batch of our loader goes in as (tokens, targets); a dict as keywords; a tuple as positions."""
+    if isinstance(batch, dict):
+        return loss_of(model(**batch))
+    if isinstance(batch, (tuple, list)):
+        return loss_of(model(*batch))
+    if hasattr(batch, "tokens"):
+        return loss_of(model(batch.tokens, batch.targets, **document_arguments(batch)))
+    return loss_of(model(batch))
+
+
+class WholeModel:
+    """A model whose forward pass runs on one rank. Ranks exchange gradients once, in the last backward."""
+
+    computes_loss = True
+
+    def __init__(self, model: nn.Module, precision: Precision, device: torch.device) -> None:
+        self.model = model
+        self._precision = precision
+        self._device = device
+
+    def accumulate(self, micro_batches: Sequence[Any], scale_loss: ScaleLoss) -> torch.Tensor:
+        total = torch.zeros((), device=self._device)
+        share = 1.0 / len(micro_batches)
+        for index, batch in enumerate(micro_batches):
+            with self.exchange(is_last=index == len(micro_batches) - 1):
+                with self._precision.autocast():
+                    loss = call_model(self.model, batch)
+                    if share != 1.0:
+                        loss = loss * share
+                scale_loss(loss).backward()
+            total += loss.detach().float()
+        return total
+
+    @torch.no_grad()
+    def loss(self, batch: Any) -> torch.Tensor:
+        with self._precision.autocast():
+            return call_model(self.model, batch)
+
+    def exchange(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around each forward and backward: gradients travel in the last one."""
+        if is_last or not isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.model.no_sync()

@@ -1,0 +1,93 @@
+"""When a run saves, and what it does about a save that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.saver import Retention, Saved, Saver
+from model_check.config import Config
+from model_check.engine.loop import StepInfo
+from model_check.errors import CheckpointError
+from model_check.observe.instrument.spans import span
+
+if TYPE_CHECKING:
+    from model_check.engine.worker import Session
+
+
+def open_saver(config: Config, peers: Peers, *, lineage: Path | None, name: str) -> Saver:
+    """The saver that the configuration asks for. Collective."""
+    wanted = config.checkpoint
+    return Saver(
+        Path(wanted.dir),
+        peers,
+        lineage=lineage,
+        name=name,
+        background=wanted.async_save,
+        retention=Retention(wanted.keep, wanted.keep_every, wanted.keep_best),
+    )
+
+
+class Saving:
+    """The saves of one run: due every `checkpoint.interval` steps, at the end, and when the run is asked to stop."""
+
+    def __init__(
+        self, session: Session, saver: Saver, *, last_step: int, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._session = session
+        self._saver = saver
+        self._last_step = last_step
+        self._say = say if session.place.is_first else lambda line: None
+        self._interval = session.config.checkpoint.interval
+        self._stops_on_failure = session.config.checkpoint.on_full == "stop"
+        self._begun: int | None = None
+        self.committed: int | None = None
+        self.failure: CheckpointError | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self._saver.lineage
+
+    @property
+    def must_stop(self) -> bool:
+        """A save failed, and the configuration says that the run must not go on without one."""
+        return self.failure is not None and self._stops_on_failure
+
+    def is_due(self, step: int) -> bool:
+        return self._interval > 0 and ((step + 1) % self._interval == 0 or step + 1 == self._last_step)
+
+    def save(self, info: StepInfo, *, wait: bool = False) -> float:
+        """Saves the state after this step; returns the seconds that training waited for it."""
+        self._begun = info.step
+        with span("save", str(self._saver.lineage)):
+            state = self._session.state()
+            extra = self._session.extra(info.step, info.tokens, info.val_loss)
+            pause = self._saver.save(info.step, state, extra, wait=wait)
+        self.report()
+        return pause
+
+    def report(self) -> None:
+        """Says how the saves that ended since the last call went."""
+        for saved in self._saver.poll():
+            self._note(saved)
+
+    def _note(self, saved: Saved) -> None:
+        if saved.error is None:
+            self.committed = saved.step
+            size = f"{saved.bytes / 2**20:.1f} MiB"
+            self._say(f"checkpoint: step {saved.step} committed, {size} in {saved.seconds:.2f} s: {saved.path}")
+            return
+        self.failure = saved.error
+        self._say(f"checkpoint: {saved.error}")
+
+    def finish(self, last: StepInfo | None) -> None:
+        """Saves once more if the run was asked to stop, waits for what is under way; raises where that is the rule."""
+        if last is not None and last.stop and last.step != self._begun and not self.must_stop:
+            self.save(last, wait=True)
+        with span("save", str(self._saver.lineage)):
+            self._saver.wait()
+        self.report()
+        if self.must_stop and self.failure is not None:
+            raise self.failure

@@ -1,0 +1,162 @@
+"""A save is whole or not there; what is kept, what is cleaned away, and what a full disk leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_making import Lineage
+
+from model_check.checkpoint import layout
+from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.saver import Retention, Saver
+from model_check.checkpoint.verify import verify
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in layout.committed(folder)]
+
+
+def test_latest_names_the_newest_whole_checkpoint(lineage: Lineage) -> None:
+    for step in (4, 9):
+        saved = lineage.save(step)
+        assert saved.error is None and saved.path.name == f"step_{step:08d}"
+        for pointer in (lineage.folder / "latest", lineage.folder.parent / "latest"):
+            assert verify(pointer.resolve()).step == step
+    assert list(lineage.folder.glob(".*")) == []
+
+
+def test_a_background_save_keeps_the_values_of_its_moment(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Peers(), name="run", background=True)
+    state = {"model.w": torch.arange(1 << 20, dtype=torch.float32)}
+    pause = saver.save(0, state, {})
+    state["model.w"].zero_()
+    saver.wait()
+    (saved,) = saver.poll()
+    assert saved.error is None and 0 < pause <= saved.seconds
+    loaded = {"model.w": torch.empty(1 << 20)}
+    from model_check.checkpoint.shards import load_into
+
+    load_into(saved.path, verify(saved.path).manifest, loaded)
+    assert torch.equal(loaded["model.w"], torch.arange(1 << 20, dtype=torch.float32))
+
+
+def test_retention_keeps_the_last_every_kth_and_the_best(tmp_path: Path) -> None:
+    lineage = Lineage(tmp_path, retention=Retention(last=2, every=4, best=True))
+    losses = {1: 3.0, 3: 2.9, 5: 1.5, 7: 2.0, 9: 1.9, 11: 2.2, 13: 2.3}
+    for step, loss in losses.items():
+        lineage.save(step, val_loss=loss)
+    # the last two: 11, 13; every fourth step: 3, 7, 11; the best: 5
+    assert names(lineage.folder) == [f"step_{step:08d}" for step in (3, 5, 7, 11, 13)]
+    assert list(lineage.folder.glob(".*")) == []
+
+
+def test_two_fresh_runs_never_share_a_folder(tmp_path: Path) -> None:
+    first, second = Lineage(tmp_path, "run"), Lineage(tmp_path, "run")
+    assert (first.folder.name, second.folder.name) == ("run", "run-2")
+    first.save(1)
+    second.save(1)
+    assert (tmp_path / "latest").resolve() == (second.folder / "step_00000001").resolve()
+    assert verify(first.folder / "step_00000001").step == 1
+
+
+def test_leftovers_of_dead_saves_go_and_those_of_live_ones_stay(lineage: Lineage) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone.wait()
+    host = layout.owner().rpartition(".")[0]
+    dead = lineage.folder / f".staging-step_00000009@{host}.{gone.pid}"
+    alive = lineage.folder / f".staging-step_00000009@{host}.{os.getppid()}"
+    elsewhere = lineage.folder / f".staging-step_00000009@another-host.{gone.pid}"
+    for folder in (dead, alive, elsewhere):
+        folder.mkdir()
+        (folder / "rank_00000.bin").write_bytes(b"half")
+    Saver(lineage.folder.parent, Peers(), lineage=lineage.folder, name="run")
+    assert [folder.exists() for folder in (dead, alive, elsewhere)] == [False, True, True]
+
+
+def test_saving_a_step_again_replaces_it_whole(lineage: Lineage) -> None:
+    first = lineage.save(5, round=1)
+    (first.path / "rank_00000.bin").write_bytes(b"damaged")
+    again = lineage.save(5, round=2)
+    assert verify(again.path).manifest.extra["round"] == 2
+    assert names(lineage.folder) == ["step_00000005"]
+
+
+FULL = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.saver import Saver
+
+saver = Saver(Path(sys.argv[1]), Peers(), name="run", background=sys.argv[2] == "background")
+saver.save(1, {"model.w": torch.ones(1000)}, {})
+saver.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+saver.save(2, {"model.w": torch.ones(1_000_000)}, {})
+saver.wait()
+first, second = saver.poll()
+print(json.dumps([first.error is None, second.error.code, second.error.message]))
+"""
+
+
+@pytest.mark.parametrize("mode", ["background", "foreground"])
+def test_a_full_disk_says_needed_and_free_and_leaves_the_last_checkpoint_whole(tmp_path: Path, mode: str) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path), mode], capture_output=True, text=True, check=True)
+    whole, code, message = json.loads(done.stdout)
+    assert whole and code == "MC604"
+    assert "needs 4,000,000 bytes" in message and "are free in" in message
+    assert names(tmp_path / "run") == ["step_00000001"]
+    assert verify((tmp_path / "latest").resolve()).step == 1
+    assert list((tmp_path / "run").glob(".staging*")) == []
+
+
+def test_too_little_room_is_seen_before_anything_is_written(lineage: Lineage, tmp_path: Path) -> None:
+    stats = os.statvfs(tmp_path)
+    more_than_free = (stats.f_bavail * stats.f_frsize) // 4 + (1 << 20)
+    lineage.saver.save(1, {"model.huge": torch.empty(1).expand(more_than_free)}, {})
+    (saved,) = lineage.saver.poll()
+    assert saved.error is not None and saved.error.code == "MC604"
+    assert f"needs {more_than_free * 4:,} bytes" in saved.error.message
+    assert names(lineage.folder) == []
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    from model_check.errors import CheckpointError
+
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="checkpoints cannot be written to") as caught:
+        Saver(tmp_path / "file" / "below", Peers(), name="run")
+    assert caught.value.code == "MC608"
+
+
+KILLED = """
+import os, signal, sys, threading
+from pathlib import Path
+import torch
+from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.saver import Saver
+
+saver = Saver(Path(sys.argv[1]), Peers(), name="run")
+saver.save(1, {"model.w": torch.ones(1000)}, {})
+saver.wait()
+saver.save(2, {"model.w": torch.ones(20_000_000)}, {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_inside_a_save_leaves_the_one_before(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    for path in layout.committed(tmp_path / "run"):
+        verify(path)
+    assert names(tmp_path / "run")[0] == "step_00000001"
+    verify((tmp_path / "latest").resolve())
+    Lineage(tmp_path, lineage=tmp_path / "run")
+    assert layout.unfinished(tmp_path / "run") == []

@@ -1,0 +1,110 @@
+"""`--resume`: the newest that verifies and fits, or the one that was named; the rest is passed over aloud."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoint_making import Lineage
+
+from model_check.checkpoint import search
+from model_check.checkpoint.manifest import Manifest
+from model_check.checkpoint.peers import Peers
+from model_check.errors import CheckpointError
+
+
+def fits(manifest: Manifest) -> CheckpointError | None:
+    return None
+
+
+def newest(directory: Path, misfit: search.Misfit = fits, **options: Path) -> search.Found:
+    return search.newest(directory, Peers(), misfit, **options)
+
+
+def damage(path: Path) -> None:
+    shard = path / "rank_00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 4
+    shard.write_bytes(content)
+
+
+def test_nothing_to_resume_starts_fresh_and_says_so(tmp_path: Path) -> None:
+    found = newest(tmp_path / "none")
+    assert found.checkpoint is None and found.lineage is None
+    assert found.notes == [f"no checkpoint in {tmp_path / 'none'}: starting fresh"]
+
+
+def test_damaged_and_partial_ones_are_passed_over_with_their_codes(lineage: Lineage) -> None:
+    directory = lineage.folder.parent
+    paths = {step: lineage.save(step).path for step in (1, 2, 3, 4)}
+    damage(paths[4])
+    (paths[3] / "rank_00000.bin").unlink()
+    (lineage.folder / ".staging-step_00000009@host.1").mkdir()
+    found = newest(directory)
+    assert found.checkpoint is not None and found.checkpoint.step == 2
+    assert found.lineage == lineage.folder.resolve()
+    assert [note.split(":")[0] for note in found.notes] == [
+        "passed over .staging-step_00000009@host.1",
+        "passed over step_00000004",
+        "passed over step_00000003",
+    ]
+    assert ["MC603" in found.notes[0], "MC601" in found.notes[1], "MC602" in found.notes[2]] == [True] * 3
+
+
+def test_the_newest_of_all_lineages_is_the_one_saved_last(tmp_path: Path) -> None:
+    long_ago, yesterday = Lineage(tmp_path, "a"), Lineage(tmp_path, "b")
+    long_ago.save(900)
+    yesterday.save(10)
+    found = newest(tmp_path)
+    assert found.checkpoint is not None and (found.checkpoint.step, found.checkpoint.path.parent.name) == (10, "b")
+    own = newest(tmp_path, lineage=long_ago.folder)
+    assert own.checkpoint is not None and own.checkpoint.step == 900
+
+
+def test_another_model_is_passed_over_but_never_by_starting_over(tmp_path: Path) -> None:
+    mine, other = Lineage(tmp_path, "mine"), Lineage(tmp_path, "other")
+    mine.save(5, model="mine")
+    other.save(6, model="other")
+
+    def only(wanted: str) -> search.Misfit:
+        def misfit(manifest: Manifest) -> CheckpointError | None:
+            return None if manifest.extra["model"] == wanted else CheckpointError("another model", code="MC607")
+
+        return misfit
+
+    found = newest(tmp_path, only("mine"))
+    assert found.checkpoint is not None and found.checkpoint.step == 5
+    assert len(found.notes) == 1 and "MC607" in found.notes[0]
+    with pytest.raises(CheckpointError, match="another model"):
+        newest(tmp_path, only("nobody's"))
+
+
+def test_a_named_checkpoint_is_taken_or_refused(lineage: Lineage) -> None:
+    directory = lineage.folder.parent
+    older, newer = lineage.save(1).path, lineage.save(2).path
+    found = search.named(newer, directory, Peers(), fits)
+    assert found.checkpoint is not None and (found.checkpoint.step, found.lineage) == (2, lineage.folder.resolve())
+    # Going on from an older one must not write over what came after it.
+    branch = search.named(older, directory, Peers(), fits)
+    assert branch.checkpoint is not None and (branch.checkpoint.step, branch.lineage) == (1, None)
+    for pointer in (directory / "latest", lineage.folder, directory):
+        below = search.named(pointer, directory, Peers(), fits)
+        assert below.checkpoint is not None and below.checkpoint.step == 2
+    damage(newer)
+    with pytest.raises(CheckpointError) as caught:
+        search.named(newer, directory, Peers(), fits)
+    assert caught.value.code == "MC601"
+
+
+def test_a_checkpoint_of_another_directory_starts_a_lineage_here(lineage: Lineage, tmp_path: Path) -> None:
+    path = lineage.save(1).path
+    found = search.named(path, tmp_path / "mine", Peers(), fits)
+    assert found.checkpoint is not None and found.lineage is None
+
+
+@pytest.mark.parametrize(("name", "code"), [("missing", None), ("empty", "MC603")])
+def test_what_is_no_checkpoint_is_a_sentence(tmp_path: Path, name: str, code: str | None) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        search.named(tmp_path / name, tmp_path, Peers(), fits)
+    assert caught.value.code == code and str(tmp_path / name) in caught.value.message

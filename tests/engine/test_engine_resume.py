@@ -1,0 +1,118 @@
+"""What resume restores: everything a step depends on, so that the next step is the one that would have been."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from model_check import load_config
+from model_check.checkpoint.peers import Peers
+from model_check.data import prepare
+from model_check.engine.data_spec import data_spec
+from model_check.engine.loop import StepInfo
+from model_check.engine.place import Place
+from model_check.engine.saving import Saving, open_saver
+from model_check.engine.worker import Session, assemble, continue_from, fit, open_loader
+from model_check.errors import CheckpointError
+
+
+class Dicey(nn.Module):
+    """A model that depends on every generator there is."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4096, width)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(width, 4096)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.embed(tokens)) * (1 + 0.1 * random.random()) * (1 + 0.1 * np.random.rand())
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def session(precision: str = "fp32", width: int = 16, **values: Any) -> Session:
+    settings = {
+        "training.batch_size": 2,
+        "training.context_length": 32,
+        "training.learning_rate": 1e-2,
+        "training.precision": precision,
+        "training.max_steps": 12,
+        "data.samples": 300,
+        "checkpoint.interval": 5,
+        **values,
+    }
+    config = load_config(values={key: (value, "test") for key, value in settings.items()})
+    place = Place()
+    loader = open_loader(config, place, prepare(data_spec(config)).train)
+    torch.manual_seed(0)
+    return assemble(config, place, loader, model=Dicey(width))
+
+
+def train(it: Session, *, until: int, resume: str | None = None, save: bool = False) -> list[StepInfo]:
+    peers = Peers()
+    lineage, _ = continue_from(resume, it, peers)
+    saving = None
+    if save:
+        saving = Saving(it, open_saver(it.config, peers, lineage=lineage, name="run"), last_step=until)
+    steps: list[StepInfo] = []
+    fit(it, on_step=steps.append, max_steps=until, saving=saving)
+    return steps
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(precision: str) -> None:
+    whole = [info.loss for info in train(session(precision), until=12)]
+    first = train(session(precision), until=7, save=True)
+    assert [info.loss for info in first] == whole[:7]
+    assert [info.step for info in first if info.save_pause_s is not None] == [4, 6]
+    random.random(), np.random.rand(), torch.rand(3)  # a new process would stand elsewhere
+    resumed = session(precision)
+    rest = train(resumed, until=12, resume="auto")
+    assert [info.step for info in rest] == [7, 8, 9, 10, 11]
+    assert [info.loss for info in rest] == whole[7:]
+    assert rest[-1].tokens == 12 * 2 * 32
+
+
+def test_the_loss_scale_goes_on_where_it_was() -> None:
+    it = session("fp16")
+    it.train_step.loss_scale.scale.fill_(512.0)
+    train(it, until=5, save=True)
+    resumed = session("fp16")
+    continue_from("auto", resumed, Peers())
+    assert resumed.train_step.loss_scale.state_dict() == {"scale": 512.0, "good_steps": 5}
+    assert resumed.first_step == 5 and resumed.loader.cursor == it.loader.cursor
+
+
+def test_a_model_of_another_width_is_refused_with_its_tensors() -> None:
+    train(session(), until=5, save=True)
+    with pytest.raises(CheckpointError, match=r"model\.embed\.weight is \[4096, 16\] there and \[4096, 24\] here") as e:
+        continue_from("auto", session(width=24), Peers())
+    assert e.value.code == "MC607"
+
+
+def test_best_by_validation_loss_is_kept_and_said_in_the_manifest() -> None:
+    it = session(**{"checkpoint.interval": 1, "checkpoint.keep": 1})
+    saver = open_saver(it.config, Peers(), lineage=None, name="run")
+    saving = Saving(it, saver, last_step=99)
+    losses = [3.0, 1.0, 2.0, 2.5]
+    for step, loss in enumerate(losses):
+        info = StepInfo(step, loss, 0.1, 1.0, 1.0, None, 1.0, 0.0, 0.0, 64, False, 0.0, False, val_loss=loss)
+        train_once(it)
+        saving.save(info, wait=True)
+    assert sorted(path.name for path in saving.folder.glob("step_*")) == ["step_00000001", "step_00000003"]
+    assert saving.committed == 3
+
+
+def train_once(it: Session) -> None:
+    it.train_step([next(iter(it.loader))], 1e-3)
