@@ -279,3 +279,14 @@ def test_events_have_a_time_and_a_name(run: Runner) -> None:
     assert [r["event"] for r in records] == ["memory", "memory", "exit"]
     assert all(before <= r["t"] <= time.monotonic() for r in records)
     assert all(r["rss"] > 1_000_000 for r in records if r["event"] == "memory")
+
+
+def test_a_request_for_stacks_does_not_kill_a_process_whose_interpreter_has_ended(run: Runner) -> None:
+    seen = run(
+        "import faulthandler, os, signal\n"
+        "number = signal.SIGRTMIN + 9\n"
+        "assert faulthandler.unregister(number)\n"  # what the end of the interpreter does
+        "os.kill(os.getpid(), number)\n"
+        "print('still here')\n"
+    )
+    assert (seen.codes, seen.outputs) == ([0], ["still here\n"]), seen.errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import signal
+import threading
 from typing import IO
 
 from model_check.observe.instrument.box import BOX
@@ -39,7 +40,11 @@ def install() -> None:
     # Enabled by the script itself: its traceback goes where it wants it. Inherited over a fork: ours, of the parent.
     if _Open.file is not None or not faulthandler.is_enabled():
         faulthandler.enable(file=file, all_threads=True)
-    if _Open.file is not None or signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:
+    free = _Open.file is not None or signal.getsignal(STACK_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)
+    if free and threading.current_thread() is threading.main_thread():
+        # The interpreter puts back what was before when it ends, and a process may need seconds to end after that:
+        # a signal that comes then must not kill it.
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
         recorder.identify(stack_signal=int(STACK_SIGNAL))
     _Open.file = file
