@@ -55,6 +55,7 @@ class _Issued:
     rate: float
     data_wait_s: float
     host: torch.Tensor
+    since: torch.cuda.Event | None  # on the device: the end of the step before, or the beginning of this one
     arrived: torch.cuda.Event | None
 
 
@@ -71,15 +72,20 @@ class LoopPlan:
     peak_flops: float | None = None  # of all ranks together
 
 
-def _issue(step: int, rate: float, data_wait_s: float, tensors: StepTensors) -> _Issued:
+def _issue(step: int, rate: float, data_wait_s: float, tensors: StepTensors, since: torch.cuda.Event | None) -> _Issued:
     packed = tensors.packed
-    if packed.device.type != "cuda":
-        return _Issued(step, rate, data_wait_s, packed, None)
+    if since is None:
+        return _Issued(step, rate, data_wait_s, packed, None, None)
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return _Issued(step, rate, data_wait_s, host, arrived)
+    return _Issued(step, rate, data_wait_s, host, since, _moment())
+
+
+def _moment() -> torch.cuda.Event:
+    """This point of the device's queue, to be waited for and measured from."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def memory_gib(device: torch.device) -> float:
@@ -111,6 +117,7 @@ class Loop:
         self._needs_result = needs_result
         self._evaluate = evaluate
         self._started = self._last_finish = 0.0
+        self._last_moment: torch.cuda.Event | None = None
 
     def __iter__(self) -> Iterator[StepInfo]:
         runs_ahead = self._train_step.place.device.type == "cuda"
@@ -128,7 +135,7 @@ class Loop:
                 val_loss = self._evaluate(step)
                 yield info if val_loss is None else replace(info, val_loss=val_loss)
                 # Evaluating, saving and whatever the consumer did belong to no step.
-                self._last_finish = time.perf_counter()
+                self._last_finish, self._last_moment = time.perf_counter(), None
                 if info.stop:
                     break
         if pending is not None:
@@ -136,11 +143,15 @@ class Loop:
 
     def _begin(self, step: int) -> _Issued:
         before = time.perf_counter()
+        if self._train_step.place.device.type == "cuda" and self._last_moment is None:
+            self._last_moment = _moment()
         micro_batches = [next(self._batches) for _ in range(self.plan.accumulation)]
         data_wait_s = time.perf_counter() - before
         rate = self._rate_of(step)
         tensors = self._train_step(micro_batches, rate, stop_requested=self._stop_requested())
-        return _issue(step, rate, data_wait_s, tensors)
+        issued = _issue(step, rate, data_wait_s, tensors, self._last_moment)
+        self._last_moment = issued.arrived
+        return issued
 
     def _finish(self, issued: _Issued) -> StepInfo:
         if issued.arrived is not None:
@@ -148,6 +159,9 @@ class Loop:
         loss, norm, skipped, stop = issued.host.tolist()
         now = time.perf_counter()
         step_s, self._last_finish = now - self._last_finish, now
+        if issued.since is not None and issued.arrived is not None:
+            # The host runs ahead; only the device knows how long its step took.
+            step_s = issued.since.elapsed_time(issued.arrived) / 1e3
         done = issued.step + 1 - self.plan.first_step
         # The first step compiles and warms up; it says nothing about the ones to come.
         pace = (now - self._started) / done if done < 3 else step_s
