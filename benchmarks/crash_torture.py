@@ -153,7 +153,7 @@ class Torture:
     def live_and_die(self, number: int) -> Life:
         """One attempt, ended at a random moment."""
         committed = self.newest_committed()
-        had = len(records(self.run_dir))
+        had, leftovers = len(records(self.run_dir)), self._staging()
         began = time.monotonic()
         job = self.start(self.run_dir, "--resume", "auto")
         pids = self._wait(job, self._pids_of_attempt(number))
@@ -171,8 +171,9 @@ class Torture:
             self._wait(job, lambda: len(records(self.run_dir)) >= wanted)
             time.sleep(self.dice.uniform(0, 0.05))
         victims = self.dice.sample(sorted(pids), self.dice.choice((1, 1, self.ranks)))
-        for rank in victims:
-            # The launcher may have ended the second one already, because the first is gone.
+        os.kill(pids[victims[0]], signal.SIGKILL)
+        for rank in victims[1:]:
+            # The launcher may have ended it already, because the first one is gone.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[rank], signal.SIGKILL)
         code, out = job.finish()
@@ -186,7 +187,7 @@ class Torture:
             int(match[1]) if match else None,
             committed,
             len(records(self.run_dir)) - had,
-            bool(self._staging()),
+            bool(self._staging() - leftovers),
             time.monotonic() - began,
         )
 
@@ -210,7 +211,7 @@ class Torture:
         """The pids of this attempt's ranks; the evidence of the earlier ones has been set aside by then."""
 
         def pids() -> dict[int, int]:
-            if number > 1 and not (self.run_dir / "attempts" / str(number - 1)).is_dir():
+            if number > 1 and not (self.run_dir / "attempts" / str(number - 1) / "events").is_dir():
                 return {}
             path = self.run_dir / "events" / "supervisor.jsonl"
             lines = path.read_text().splitlines() if path.exists() else []
