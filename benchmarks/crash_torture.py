@@ -2,15 +2,21 @@
 nobody disturbed: no committed checkpoint may be lost, no loss may differ in a single bit.
 
     python benchmarks/crash_torture.py --kills 50 --ranks 2
+
+Every life is a whole `model-check train`, forked from one process that has imported it, which saves most of its time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import importlib
 import json
 import os
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -54,6 +60,60 @@ class Life:
     seconds: float
 
 
+class Job:
+    """One `model-check train`, forked from the server; its output goes to a file."""
+
+    def __init__(self, server: subprocess.Popen[str], output: Path, arguments: list[str]) -> None:
+        self._server = server
+        self._output = output
+        self._code: int | None = None
+        assert server.stdin is not None
+        server.stdin.write(json.dumps({"output": str(output), "arguments": arguments}) + "\n")
+        server.stdin.flush()
+
+    def ended(self, patience_s: float = 0.0) -> bool:
+        assert self._server.stdout is not None
+        if self._code is None and select.select([self._server.stdout], [], [], patience_s)[0]:
+            self._code = int(self._server.stdout.readline())
+        return self._code is not None
+
+    def finish(self, patience_s: float = 300.0) -> tuple[int, str]:
+        if not self.ended(patience_s) or self._code is None:
+            raise SystemExit(f"a job did not end within {patience_s} s:\n{self.output}")
+        return self._code, self.output
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
+
+
+def serve() -> None:
+    """Forks a launcher for each line of standard input; answers with its exit code. Imports only: ranks are forked."""
+    from model_check.cli.main import main as model_check_main
+
+    for module in ("diagnose", "prepare", "rank", "summary", "supervision", "train"):
+        importlib.import_module(f"model_check.cli.{module}")
+    importlib.import_module("model_check.checkpoint.saver")
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                handle = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(handle, 1)
+                os.dup2(handle, 2)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                model_check_main(order["arguments"])
+            except SystemExit as exit_:
+                code = exit_.code if isinstance(exit_.code, int) else 1
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
 class Torture:
     """The run that is killed, in a folder of its own."""
 
@@ -64,30 +124,36 @@ class Torture:
         self.dice = dice
         self.run_dir = folder / "live"
         self.lineage = folder / ".checkpoints" / "live"
-
-    def start(self, run_dir: Path, *more: str) -> subprocess.Popen[str]:
-        sets = [word for value in SETTINGS for word in ("--set", value)]
-        command = ["train", "--debug", "--nproc", str(self.ranks), "--max-steps", str(self.steps), *sets, *more]
-        return subprocess.Popen(
-            [sys.executable, "-m", "model_check.cli.main", *command, "--run-dir", str(run_dir)],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--serve"],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
         )
 
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
+
+    def start(self, run_dir: Path, *more: str) -> Job:
+        sets = [word for value in SETTINGS for word in ("--set", value)]
+        command = ["train", "--debug", "--nproc", str(self.ranks), "--max-steps", str(self.steps), *sets, *more]
+        return Job(self._server, self.folder / "output", [*command, "--run-dir", str(run_dir)])
+
     def undisturbed(self) -> dict[int, float]:
         job = self.start(self.folder / "undisturbed", "--set", "checkpoint.dir=elsewhere")
-        out, _ = job.communicate()
-        if job.returncode:
+        code, out = job.finish()
+        if code:
             raise SystemExit(f"the undisturbed run failed:\n{out}")
         return {record["step"]: record["loss"] for record in records(self.folder / "undisturbed")}
 
     def live_and_die(self, number: int) -> Life:
         """One attempt, ended at a random moment."""
         committed = self.newest_committed()
-        had = len(records(self.run_dir))
+        had, leftovers = len(records(self.run_dir)), self._staging()
         began = time.monotonic()
         job = self.start(self.run_dir, "--resume", "auto")
         pids = self._wait(job, self._pids_of_attempt(number))
@@ -96,18 +162,23 @@ class Torture:
             time.sleep(self.dice.uniform(0, 1.0))
         elif moment == "save":
             self._wait(job, lambda: len(records(self.run_dir)) > had)
-            self._wait(job, lambda: any(self.lineage.glob(".staging-*")))
+            seen: set[str] = set()
+            for _ in range(self.dice.choice((1, 2, 3, 4))):
+                seen |= self._wait(job, functools.partial(self._new_staging, seen))
             time.sleep(self.dice.uniform(0, 0.04))
         else:
             wanted = had + self.dice.randint(1, 14)
             self._wait(job, lambda: len(records(self.run_dir)) >= wanted)
             time.sleep(self.dice.uniform(0, 0.05))
         victims = self.dice.sample(sorted(pids), self.dice.choice((1, 1, self.ranks)))
-        for rank in victims:
-            os.kill(pids[rank], signal.SIGKILL)
-        out, _ = job.communicate(timeout=120)
-        if job.returncode != 128 + signal.SIGKILL:
-            raise SystemExit(f"life {number} ended with {job.returncode} instead of 137:\n{out}")
+        os.kill(pids[victims[0]], signal.SIGKILL)
+        for rank in victims[1:]:
+            # The launcher may have ended it already, because the first one is gone.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[rank], signal.SIGKILL)
+        code, out = job.finish()
+        if code != 128 + signal.SIGKILL:
+            raise SystemExit(f"life {number} ended with {code} instead of 137:\n{out}")
         match = CONTINUED.search(out)
         return Life(
             number,
@@ -116,16 +187,21 @@ class Torture:
             int(match[1]) if match else None,
             committed,
             len(records(self.run_dir)) - had,
-            any(self.lineage.glob(".staging-*")),
+            bool(self._staging() - leftovers),
             time.monotonic() - began,
         )
 
     def finish(self) -> str:
-        job = self.start(self.run_dir, "--resume", "auto")
-        out, _ = job.communicate(timeout=600)
-        if job.returncode:
-            raise SystemExit(f"the last attempt failed with {job.returncode}:\n{out}")
+        code, out = self.start(self.run_dir, "--resume", "auto").finish(600)
+        if code:
+            raise SystemExit(f"the last attempt failed with {code}:\n{out}")
         return out
+
+    def _new_staging(self, seen: set[str]) -> set[str]:
+        return self._staging() - seen
+
+    def _staging(self) -> set[str]:
+        return {path.name for path in self.lineage.glob(".staging-*")}
 
     def newest_committed(self) -> int | None:
         steps = [int(path.name.removeprefix("step_")) for path in self.lineage.glob("step_*")]
@@ -135,7 +211,7 @@ class Torture:
         """The pids of this attempt's ranks; the evidence of the earlier ones has been set aside by then."""
 
         def pids() -> dict[int, int]:
-            if number > 1 and not (self.run_dir / "attempts" / str(number - 1)).is_dir():
+            if number > 1 and not (self.run_dir / "attempts" / str(number - 1) / "events").is_dir():
                 return {}
             path = self.run_dir / "events" / "supervisor.jsonl"
             lines = path.read_text().splitlines() if path.exists() else []
@@ -145,11 +221,10 @@ class Torture:
 
         return pids
 
-    def _wait(self, job: subprocess.Popen[str], condition: Any) -> Any:
+    def _wait(self, job: Job, condition: Any) -> Any:
         while not (value := condition()):
-            if job.poll() is not None:
-                raise SystemExit(f"a job ended by itself with {job.returncode}:\n{job.stdout.read()}")  # type: ignore[union-attr]
-            time.sleep(POLL_S)
+            if job.ended(POLL_S):
+                raise SystemExit(f"a job ended by itself:\n{job.output}")
         return value
 
 
@@ -179,11 +254,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=None, help="steps of the whole run (default 8 a kill)")
+    parser.add_argument("--steps", type=int, default=None, help="steps of the whole run (default 12 a kill)")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--json", type=Path, default=None, help="also write the result here")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    steps = arguments.steps or max(60, 8 * arguments.kills)
+    if arguments.serve:
+        serve()
+        return 0
+    steps = arguments.steps or max(60, 12 * arguments.kills)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="crash-torture-") as folder:
         torture = Torture(Path(folder), arguments.ranks, steps, random.Random(arguments.seed))
@@ -201,6 +280,7 @@ def main() -> int:
                 flush=True,
             )
         torture.finish()
+        torture.close()
         found = records(torture.run_dir)
     # A rank killed before it could say where it continues has lost nothing; the next one shows that.
     lost = [

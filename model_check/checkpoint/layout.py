@@ -47,12 +47,19 @@ def committed(lineage: Path) -> list[Path]:
 
 
 def unfinished(lineage: Path) -> list[Path]:
-    """Saves that were never committed, and step folders without a manifest."""
+    """Saves that will never be committed, as far as can be seen from here, and step folders without a manifest."""
     return [
         path
         for path in _children(lineage)
-        if path.name.startswith(".staging-") or (_COMMITTED.fullmatch(path.name) and not (path / MANIFEST).exists())
+        if (path.name.startswith(".staging-") and not _owner_lives(path))
+        or (_COMMITTED.fullmatch(path.name) and not (path / MANIFEST).exists())
     ]
+
+
+def _owner_lives(path: Path) -> bool:
+    """The process that works on it runs on this host; of other hosts nothing is known."""
+    match = _ASIDE.fullmatch(path.name)
+    return bool(match and match["host"] == socket.gethostname() and Path(f"/proc/{match['pid']}").exists())
 
 
 def lineages(directory: Path) -> list[Path]:
@@ -117,8 +124,7 @@ def remove_leftovers(lineage: Path, *, whose: str) -> list[Path]:
             match = _ASIDE.fullmatch(path.name)
             if match is None or match["host"] != here:
                 continue
-            mine = f"{match['host']}.{match['pid']}" == whose
-            if mine or not Path(f"/proc/{match['pid']}").exists():
+            if f"{here}.{match['pid']}" == whose or not _owner_lives(path):
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path)
     return removed

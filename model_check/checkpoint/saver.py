@@ -45,6 +45,7 @@ class Saved:
     bytes: int
     seconds: float
     error: CheckpointError | None
+    note: str = ""
 
 
 class Saver:
@@ -93,15 +94,21 @@ class Saver:
         began = time.perf_counter()
         self.wait()
         parts = collect_parts(dict(state), self._peers.group)
+        copies, note = None, ""
         if self._background and not wait:
-            parts = self._buffer.copy(parts)
+            try:
+                copies = self._buffer.copy(parts)
+            except (RuntimeError, MemoryError) as error:
+                share = sum(part.data.nbytes for part in parts)
+                note = f"no host memory for a copy of {share:,} bytes ({error}): training waits for this save"
+        if copies is not None:
             # A daemon: a rank that fails must end at once, whatever its unfinished save is waiting for.
             self._thread = threading.Thread(
-                target=self._finish, args=(step, parts, dict(extra), began), name="checkpoint", daemon=True
+                target=self._finish, args=(step, copies, dict(extra), began), name="checkpoint", daemon=True
             )
             self._thread.start()
         else:
-            self._finish(step, parts, dict(extra), began)
+            self._finish(step, parts, dict(extra), began, note)
         return time.perf_counter() - began
 
     def poll(self) -> list[Saved]:
@@ -115,7 +122,7 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _finish(self, step: int, parts: Sequence[Part], extra: dict[str, Any], began: float) -> None:
+    def _finish(self, step: int, parts: Sequence[Part], extra: dict[str, Any], began: float, note: str = "") -> None:
         target = self.lineage / layout.folder_name(step)
         needed = sum(part.data.nbytes for part in parts)
         error: CheckpointError | None = None
@@ -124,7 +131,7 @@ class Saver:
         except (OSError, RuntimeError) as failure:
             # A peer that died in the middle ends the job too; the outcome says that this save does not exist.
             error = CheckpointError(f"the save of step {step} was cut short ({failure})", code="MC608")
-        self._saved.append(Saved(step, target, needed, time.perf_counter() - began, error))
+        self._saved.append(Saved(step, target, needed, time.perf_counter() - began, error, note))
 
     def _write_and_commit(
         self, step: int, parts: Sequence[Part], extra: dict[str, Any], target: Path

@@ -275,5 +275,5 @@ def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:
         modules += ("model_check.engine.pipelined",)
     compiles = config.training.compile == "on" or (config.training.compile == "auto" and on_gpu)
     if config.checkpoint.interval:
-        modules += ("torch.distributed.checkpoint.state_dict",)
+        modules += ("model_check.checkpoint.saver", "torch.distributed.checkpoint.default_planner")
     return (*modules, "torch._dynamo", "torch._inductor.compile_fx") if compiles else modules

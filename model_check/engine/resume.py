@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -32,11 +32,29 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """The optimizer's own tensors under the names of the parameters they belong to."""
     names: dict[Tensor, str] = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
     return {
-        f"optimizer.{names[parameter]}.{key}": value
+        name: tensor
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
         if isinstance(value, Tensor)
+        for name, tensor in _plain_tensors(f"optimizer.{names[parameter]}.{key}", value)
     }
+
+
+def _plain_tensors(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A quantized moment is several tensors in the shape of one: codes, scales, a table."""
+    local = value.to_local() if hasattr(value, "to_local") else value
+    flatten = getattr(local, "__tensor_flatten__", None)
+    if flatten is None:
+        yield name, value
+        return
+    if local is not value:
+        raise CheckpointError(
+            f"{name} is quantized and sharded, and such a state cannot be saved",
+            remedy="set training.optimizer_states=bf16, parallel.strategy=ddp, or checkpoint.interval=0",
+            code="MC608",
+        )
+    for part in flatten()[0]:
+        yield f"{name}.{part}", getattr(local, part)
 
 
 def materialize_optimizer(optimizer: torch.optim.Optimizer) -> None:

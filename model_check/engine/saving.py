@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model_check.checkpoint.peers import Peers
-from model_check.checkpoint.saver import Retention, Saved, Saver
 from model_check.config import Config
 from model_check.engine.loop import StepInfo
 from model_check.errors import CheckpointError
 from model_check.observe.instrument.spans import span
 
 if TYPE_CHECKING:
+    from model_check.checkpoint.saver import Saved, Saver
     from model_check.engine.worker import Session
 
 
 def open_saver(config: Config, peers: Peers, *, lineage: Path | None, name: str) -> Saver:
     """The saver that the configuration asks for. Collective."""
+    # DTensor and sympy come with it: a second that a run without checkpoints does not need.
+    from model_check.checkpoint.saver import Retention, Saver
+
     wanted = config.checkpoint
     return Saver(
         Path(wanted.dir),
@@ -74,6 +77,8 @@ class Saving:
             self._note(saved)
 
     def _note(self, saved: Saved) -> None:
+        if saved.note:
+            self._say(f"checkpoint: {saved.note}")
         if saved.error is None:
             self.committed = saved.step
             size = f"{saved.bytes / 2**20:.1f} MiB"

@@ -340,7 +340,8 @@ def continue_from(
     notes = list(found.notes)
     if found.checkpoint is not None:
         notes += session.restore(found.checkpoint)
-        notes.append(f"continuing after step {found.checkpoint.step} from {found.checkpoint.path}")
+        verb = f"continuing after step {found.checkpoint.step}" if session.first_step else "starting"
+        notes.append(f"{verb} from {found.checkpoint.path}")
     return found.lineage, notes
 
 

@@ -11,13 +11,17 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed import ProcessGroup, _functional_collectives
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from model_check.models.attention import AttentionMask, attend
 from model_check.models.llama import Attention, Block, Llama
 from model_check.models.rope import RotaryTables, rotate
+
+# torch 2.13 has a new name for it; the old one warns there.
+_gather = getattr(_functional_collectives, "all_gather_single_autograd", None) or (
+    _functional_collectives.all_gather_tensor_autograd
+)
 
 
 def slice_positions(length: int, rank: int, ranks: int) -> Tensor:
@@ -37,7 +41,7 @@ class ContextParallelAttention(Attention):
         key = rotate(self.wk(x).view(heads), rotary)
         value = self.wv(x).view(heads)
         # One collective for both; the mask knows in which order the pieces arrive.
-        key, value = all_gather_tensor_autograd(torch.cat([key, value], dim=-1), 1, self.group).chunk(2, dim=-1)
+        key, value = _gather(torch.cat([key, value], dim=-1), 1, self.group).chunk(2, dim=-1)
         return self.wo(attend(query, key.contiguous(), value.contiguous(), backend, mask).flatten(2))
 
 

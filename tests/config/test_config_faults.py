@@ -113,6 +113,12 @@ WRONG_VALUES = [
         "training.use_amp=false means fp32",
         "set model.attention_backend to auto",
     ),
+    (
+        {"training": {"compile": "on"}, "parallel": {"tensor": 2}},
+        "MC860",
+        "training.compile=on with parallel.tensor=2",
+        "set it to auto or off",
+    ),
     ({"launch": {"low_memory": True}}, "MC860", "launch.low_memory=true", "set it to false"),
     ({"parallel": {"context": 3}}, "MC857", "training.context_length=512 cannot be cut into the 6", "a multiple of 6"),
     (

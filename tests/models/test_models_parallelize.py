@@ -112,7 +112,7 @@ def cut(shape: ModelShape, shard: int, tensor: int, recompute: Any = "none") -> 
 
 
 @pytest.mark.parametrize(("shard", "tensor"), [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_shards_and_slices_compute_what_the_whole_model_does(shard: int, tensor: int, tied: bool) -> None:
     shape = ModelShape(3, 64, 4, 2, 16, 192, 256, tie_embeddings=tied)
     reference = build_model(shape, seed=7)

@@ -45,6 +45,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["pinned", "plain"])
 def test_the_first_step_adds_in_the_order_of_all_others(tmp_path: Path, mode: str) -> None:
     program = tmp_path / "program.py"

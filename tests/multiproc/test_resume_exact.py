@@ -108,6 +108,7 @@ def test_killed_twice_and_resumed_gives_the_same_losses_to_the_bit(
     assert wrong == {}
 
 
+@pytest.mark.slow
 def test_usr1_saves_and_exits_with_75_and_the_next_run_goes_on(shell: Shell) -> None:
     job = Live(shell, 2)
     job.wait_for_records(8)

@@ -66,6 +66,7 @@ def test_a_changed_shape_is_named_before_any_step(copy: Shell) -> None:
     assert not (done.run_dir / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_that_is_damaged_is_refused(copy: Shell) -> None:
     path = checkpoint(copy, 8)
     with (path / "rank_00000.bin").open("r+b") as file:
@@ -76,6 +77,7 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(copy: Shell) -> None:
     assert "rank_00000.bin has 1000 bytes instead of" in done.out + done.err
 
 
+@pytest.mark.slow
 def test_an_older_one_branches_off_and_leaves_the_newer_ones(copy: Shell) -> None:
     done = resume(copy, "--set", "checkpoint.interval=5", what=str(checkpoint(copy, 2)))
     assert done.code == 0, done.err
@@ -84,6 +86,7 @@ def test_an_older_one_branches_off_and_leaves_the_newer_ones(copy: Shell) -> Non
     assert json.loads((checkpoint(copy, 8) / "manifest.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_weights_of_the_old_world_start_a_run(copy: Shell, trained: Path) -> None:
     exported = copy.model_check("checkpoint", "convert", str(checkpoint(copy, 8)), "plain.pt")
     assert exported.code == 0, exported.err
@@ -97,7 +100,7 @@ def test_weights_of_the_old_world_start_a_run(copy: Shell, trained: Path) -> Non
     assert first["step"] == 0 and first["loss"] != fresh
 
 
-@pytest.mark.parametrize(("policy", "code"), [("continue", 0), ("stop", 1)])
+@pytest.mark.parametrize(("policy", "code"), [pytest.param("continue", 0, marks=pytest.mark.slow), ("stop", 1)])
 def test_a_full_disk_goes_on_or_stops_as_configured(shell: Shell, policy: str, code: int) -> None:
     sets = ("--set", "checkpoint.interval=3", "--set", f"checkpoint.on_full={policy}")
     # Files may grow to 2 MB: enough for metrics and logs, too little for the state of this model.
