@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -17,7 +18,9 @@ class Journal:
     def write(self, event: str, *, at_monotonic: float | None = None, **details: Any) -> None:
         now = time.monotonic()
         at = now if at_monotonic is None else at_monotonic
-        self._writer.write({"event": event, "t": at, "time": time.time() - (now - at), **details})
+        # A full disk under the run directory must not end the job that is being watched: the record is lost instead.
+        with contextlib.suppress(OSError):
+            self._writer.write({"event": event, "t": at, "time": time.time() - (now - at), **details})
 
     def close(self) -> None:
         self._writer.close()

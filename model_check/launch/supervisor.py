@@ -121,6 +121,7 @@ class Supervisor:
         self._ranks: dict[int, _Rank] = {}
         self._stall: _Stall | None = None
         self._crashed = False
+        self._in_trouble = False
         self._sampled_at = 0.0
         self._examined_at = 0.0
         self._examine_cost_s = 0.0
@@ -171,7 +172,19 @@ class Supervisor:
     # The loop.
 
     def poll(self) -> EndJob | None:
-        """One turn; the answer is not None when the job must end."""
+        """One turn; the answer is not None when the job must end. Our own trouble with files never ends it."""
+        try:
+            return self._turn()
+        except OSError as error:
+            self._say_trouble(error)
+            return None
+
+    def _say_trouble(self, error: OSError) -> None:
+        if not self._in_trouble:
+            self._in_trouble = True
+            self._say(f"the run directory cannot be used ({error}); the job goes on without a watch")
+
+    def _turn(self) -> EndJob | None:
         now = time.monotonic()
         alive = self._alive()
         if not alive:
@@ -200,7 +213,10 @@ class Supervisor:
         if outcome == "failed" and exits is not None:
             exit_code = self._code_of_the_guilty(exits, exit_code)
         self.verdict = replace(self.verdict, outcome=outcome, exit_code=exit_code)
-        self.verdict.write(self._run_dir.verdict)
+        try:
+            self.verdict.write(self._run_dir.verdict)
+        except OSError as error:
+            self._say_trouble(error)
         for rank in self._ranks.values():
             rank.pulse.close()
         self._gather.close()
