@@ -48,7 +48,7 @@ def overview() -> str:
         "",
         "usage: model-check VERB [flags]       model-check VERB --help",
         "",
-        *(f"  {name:10s}{verb.line}" for name, verb in VERBS.items()),
+        *(f"  {name:12s}{verb.line}" for name, verb in VERBS.items()),
         "",
         "example: model-check train --preset debug",
     ]
