@@ -80,7 +80,7 @@ def undisturbed(shell: Shell, ranks: int, *settings: str) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (2, ()),
+        pytest.param(2, (), marks=pytest.mark.slow),
         pytest.param(1, (), marks=pytest.mark.slow),
         pytest.param(4, (), marks=pytest.mark.slow),
         pytest.param(2, ("parallel.strategy=fsdp",), marks=pytest.mark.slow),

@@ -11,6 +11,7 @@ _FAMILIES = {
     "MC1": "Start",
     "MC2": "Hang",
     "MC3": "Crash",
+    "MC4": "Numerics",
     "MC5": "Memory",
     "MC6": "Checkpoint",
     "MC7": "Slow",
