@@ -76,7 +76,7 @@ def test_evaluation_is_in_the_metrics_of_its_step(shell: Shell) -> None:
     assert all(8.0 < value < 8.6 for value in with_eval.values())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_lower_precisions_follow_fp32_on_the_cpu(shell: Shell, precision: str) -> None:
     common = ("--nproc", "1", "--max-steps", "4", "--set", "training.learning_rate=1e-3")
     lower = shell.train(*common, "--set", f"training.precision={precision}", "--set", "training.use_amp=true")

@@ -55,6 +55,7 @@ def test_ranks_and_accumulation_do_not_change_the_losses(shell: Shell, ranks: in
     assert [r["tokens"] for r in cut.metrics()] == [r["tokens"] for r in reference.metrics()]
 
 
+@pytest.mark.slow
 def test_the_tolerance_would_see_other_samples(shell: Shell) -> None:
     first, other = train(shell, 1, 1), train(shell, 1, 1, seed=43)
     apart = max(abs(a - b) / a for a, b in zip(first.losses(), other.losses(), strict=True))
