@@ -65,6 +65,8 @@ def train(
     if launched_by:
         return _one_rank_of(resolved, visible, run_dir, resume)
     chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
+    if nnodes > 1 and rdzv_endpoint is None:
+        raise UsageError(f"--nnodes {nnodes} needs a place to meet", remedy="add --rdzv-endpoint HOST:PORT of one host")
     _check(resolved, ranks * nnodes)
     if dry_run:
         typer.echo(json.dumps(to_jsonable(resolved), indent=2))
@@ -155,6 +157,7 @@ def _train_here(
     from model_check.engine.data_spec import data_spec
     from model_check.launch.console import ConsoleOptions
     from model_check.launch.job import launch_job
+    from model_check.launch.placement import Hosts
     from model_check.launch.supervisor import Limits
 
     _check_checkpoint_folder(config)
@@ -172,6 +175,7 @@ def _train_here(
         TrainOrder(config, resume),
         nproc=ranks,
         run_dir=directory,
+        hosts=Hosts(nnodes, rdzv_endpoint) if rdzv_endpoint else None,
         gpus=chosen,
         start="cold" if config.launch.start == "cold" else "warm",
         preload_modules=_preload(config, bool(chosen)),

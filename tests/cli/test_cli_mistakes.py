@@ -87,3 +87,10 @@ def test_all_faults_of_a_file_come_in_one_message(
 )
 def test_underscores_of_the_guides_work_in_flags_only(given: list[str], expected: list[str]) -> None:
     assert with_dashes(given) == expected
+
+
+def test_several_hosts_need_a_place_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--debug", "--nnodes", "2"])
+    assert stopped.value.code == 2
+    assert "--nnodes 2 needs a place to meet" in capsys.readouterr().err
