@@ -107,6 +107,7 @@ class RankEvidence:
     returned: Mapping[str, Set[int]] = field(default_factory=dict)
     messages: Mapping[MessageKey, int] = field(default_factory=dict)
     complete: bool = True  # no record of the ring was lost before it was read
+    first_step_t: float | None = None  # None: no step yet, or its record was lost
 
     @property
     def pid(self) -> int:

@@ -37,6 +37,7 @@ class RankLog:
         self._open: dict[int, Crumb] = {}
         self._context = ""
         self._next_seq = 1
+        self.first_step_t: float | None = None  # None: no step yet, or the first one was lost
 
     def feed(self, crumbs: Iterable[Crumb], root: str = "") -> None:
         """Takes in new records; `root` is the folder that relative paths of the rank start from."""
@@ -45,6 +46,8 @@ class RankLog:
                 self.complete = False
             self._next_seq = crumb.seq + 1
             self._recent.append(crumb)
+            if self.first_step_t is None and self.complete and crumb.event == "point" and crumb.phase == "step":
+                self.first_step_t = crumb.time_ns / 1e9
             if crumb.phase in _EARLY_PHASES and len(self._early) < _EARLY:
                 self._early.append(crumb)
             if crumb.phase in _CONTEXT_PHASES:

@@ -248,6 +248,7 @@ class Reader:
             returned=log.returned,
             messages=log.messages,
             complete=log.complete,
+            first_step_t=log.first_step_t,
             events=events,
             stacks=tuple(sorted((s for s in stacks if s.rank == rank), key=lambda s: (s.round, s.t))),
             samples=tuple(samples),

@@ -246,8 +246,7 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
     """Resident memory that climbs over the whole second half of what was seen, while steps go on."""
     if not rank.step_times:
         return None
-    warm = rank.step_times[0] + 2.0
-    points = [(s.t, float(s.rss)) for s in rank.samples if s.rss and s.t >= warm]
+    points = [(s.t, float(s.rss)) for s in rank.samples if s.rss and s.t >= _warmed_up(rank)]
     if len(points) < LEAK_SAMPLES or points[-1][0] - points[0][0] < LEAK_SECONDS:
         return None
     slope, _ = statistics.linear_regression([t for t, _ in points], [rss for _, rss in points])
@@ -271,6 +270,18 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
         severity="warning",
         step=rank.step,
     )
+
+
+def _warmed_up(rank: RankEvidence) -> float:
+    """When the memory of a healthy rank has stopped growing: 2 s after its first step.
+
+    Where the record of that step is lost (the ring had wrapped before anybody looked) it was before the oldest one
+    retained, and the first fifth of what the samples show stands for the start.
+    """
+    if rank.first_step_t is not None:
+        return rank.first_step_t + 2.0
+    first, last = rank.samples[0].t, rank.samples[-1].t
+    return min(rank.step_times[0] + 2.0, first + 0.2 * (last - first))
 
 
 def _forecast(slope: float, now: float, rank: RankEvidence) -> str:

@@ -75,8 +75,8 @@ def test_threads_that_get_no_processor_because_others_use_them_too(stage):
     assert finding.code == "MC704" and "1.9 of 2 cores are busy, 0.8 of them" in finding.evidence[1]
 
 
-def grow(stage, *, per_second):
-    a, b = stage.ranks(2)
+def grow(stage, *, per_second, **ring):
+    a, b = stage.ranks(2, **ring)
     stage.train(3)
     for second in range(30):
         for actor in (a, b):
@@ -92,6 +92,11 @@ def test_memory_that_climbs_with_every_step(stage):
     assert (finding.code, finding.ranks, finding.severity) == ("MC705", [0], "warning")
     assert "55.58 GiB an hour" in finding.title  # 16 MiB every 1.012 s
     assert any("doubles in" in e for e in finding.evidence)
+
+
+def test_memory_that_climbs_behind_a_ring_that_holds_only_the_newest_steps(stage):
+    grow(stage, per_second=16 << 20, capacity=32)
+    assert stage.first(after=0.1).code == "MC705"
 
 
 def test_memory_that_stays_is_no_leak(stage):

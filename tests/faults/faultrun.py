@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,9 +138,10 @@ def launched(
     mark = f"FAULT_RUN={uuid.uuid4().hex}"
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(STANDINS), "FAULT_CLOCK": str(folder / "clock")}
-    env |= {"HF_HOME": str(folder / "hf"), "TMPDIR": str(folder / "tmp"), **environment}
+    # Sockets are made under TMPDIR, and 107 characters are all a socket's path may have: never below a test's folder.
+    temporary = tempfile.mkdtemp(prefix="fault-")
+    env |= {"HF_HOME": str(folder / "hf"), "TMPDIR": temporary, **environment}
     env |= dict([mark.split("=")])
-    (folder / "tmp").mkdir()
     reading, writing = os.pipe()
     with (folder / "output.txt").open("wb") as output, open(os.devnull, "rb") as nothing:
         process = subprocess.Popen(
@@ -162,6 +164,7 @@ def launched(
             process.kill()
             process.wait()
         leftovers_of(mark, grace_s=0)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _matching(verdict: dict[str, Any], fault: Fault) -> dict[str, Any] | None:
@@ -295,17 +298,19 @@ def observe_control(control: Control, folder: Path) -> Observation:
             job.process.wait()
         seen.exit_code, seen.leftovers = job.process.returncode, leftovers_of(job.mark)
         seen.verdict, seen.output = job.verdict(), job.output
-    plain = _plain_results(control, folder / "plain")
+    plain, plain_output = _plain_results(control, folder / "plain")
     seen.problems += control_problems(control, seen, plain)
+    if not plain:
+        seen.output += f"\n--- the plain run said:\n{plain_output}"
     return seen
 
 
-def _plain_results(control: Control, folder: Path) -> list[str]:
+def _plain_results(control: Control, folder: Path) -> tuple[list[str], str]:
     folder.mkdir()
     command = command_of(control.form, control.nproc, None, control.path, [])
     with launched(command, folder, {"CONTROL_PAUSE": "0"}, control.stdin) as job:
         job.wait(control.seconds + START_LIMIT_S)
-        return results_in(job.output)
+        return results_in(job.output), job.output
 
 
 def control_problems(control: Control, seen: Observation, plain: list[str]) -> list[str]:
