@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _LIBRARY = re.compile(
     r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/|^<frozen |/torch/(distributed|utils|nn|_dynamo)/"
 )
+_OUR_PROGRAM = re.compile(r"/model_check/(?!observe/|launch/)")
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _FAULT_THREAD = re.compile(r"^(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)(?: \[(?P<name>[^]]*)\])?")
 
@@ -62,8 +64,12 @@ class ThreadStack:
     frames: tuple[Frame, ...]
 
     def user_frame(self) -> Frame | None:
-        """Where the user's own code stands: the innermost frame that is no library's."""
-        return next((frame for frame in self.frames if frame.is_user), None)
+        """Where the user's own code stands: the innermost frame that is no library's.
+
+        Where there is none our own trainer may be the program: then it is the line of ours that does the work.
+        """
+        users = next((frame for frame in self.frames if frame.is_user), None)
+        return users or next((frame for frame in self.frames if _OUR_PROGRAM.search(frame.file)), None)
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,17 @@ class ProcessStacks:
 
 
 def is_user_file(path: str) -> bool:
-    """Neither installed package, nor standard library, nor ourselves."""
-    return bool(path) and not _LIBRARY.search(path) and not path.startswith(_PACKAGE + "/")
+    """Neither installed package, nor its command, nor standard library, nor ourselves."""
+    if not path or _LIBRARY.search(path) or path.startswith(_PACKAGE + "/"):
+        return False
+    return not _is_console_script(path)
+
+
+@lru_cache(maxsize=1024)
+def _is_console_script(path: str) -> bool:
+    """What pip writes beside the interpreter for a package's command (torchrun, model-check): a door, not a program."""
+    file = Path(path)
+    return not file.suffix and file.parent.name in ("bin", "Scripts") and (file.parent / "python3").exists()
 
 
 def py_spy_binary() -> str | None:
