@@ -59,14 +59,13 @@ def run_script(script: ForeignScript, *, nproc: int, run_dir: RunDir, supervisor
     env = injected_environment(run_dir, os.environ)
     if nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # torchrun's choice, so that results do not change
-    gpus = list_gpus()
     stdin = os.dup(0)
     try:
         return launch_job(
             RankCommand(script.argv(), stdin),
             nproc=nproc,
             run_dir=run_dir,
-            gpus=gpus[:nproc] if len(gpus) >= nproc else (),
+            gpus=list_gpus(),
             isolate_gpus=False,
             hooks=supervisor.hooks(),
             env=env,

@@ -40,14 +40,16 @@ class Placement:
         """The context of a rank, and the variables it gets besides those of torchrun."""
         local_rank = worker.local_rank
         assert group.group_rank is not None and group.master_port is not None, "ranks start after the rendezvous"
-        gpu = self.gpus[local_rank] if local_rank < len(self.gpus) else None
+        # Ranks that outnumber the GPUs share them in turn, as `set_device(LOCAL_RANK % count)` does.
+        slot = local_rank % len(self.gpus) if self.gpus else 0
+        gpu = self.gpus[slot] if self.gpus else None
         context = RankContext(
             rank=worker.global_rank,
             local_rank=local_rank,
             world_size=worker.world_size,
             local_world_size=self.nproc,
             node_rank=group.group_rank,
-            device="cpu" if gpu is None else "cuda:0" if self.isolate_gpus else f"cuda:{local_rank}",
+            device="cpu" if gpu is None else "cuda:0" if self.isolate_gpus else f"cuda:{slot}",
             physical_gpu=gpu.index if gpu else None,
             label=rank_label(gpu, local_rank, several_hosts=self.hosts.count > 1),
             run_dir=self.run_dir.root,

@@ -29,7 +29,7 @@ _RING = "from pathlib import Path; import os\nfrom model_check.observe.recorder 
 class Launched:
     """A launcher with a run directory of its own, whose every descendant can be found by it."""
 
-    def __init__(self, root: Path, *words: str) -> None:
+    def __init__(self, root: Path, *words: str, **environment: str) -> None:
         self.run_dir = RunDir(root)
         self.process = subprocess.Popen(
             [sys.executable, str(_HERE / "foreign_driver.py"), str(root), *words],
@@ -37,7 +37,7 @@ class Launched:
             stdout=subprocess.PIPE,
             text=True,
             cwd=root.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
 
     def marked(self) -> list[int]:
@@ -76,8 +76,8 @@ def _until(condition: Callable[[], Any], deadline_s: float = 10.0) -> Any:
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     launched: list[Launched] = []
 
-    def start(*words: str) -> Launched:
-        launched.append(Launched(tmp_path / "run", *words))
+    def start(*words: str, **environment: str) -> Launched:
+        launched.append(Launched(tmp_path / "run", *words, **environment))
         return launched[-1]
 
     yield start
@@ -101,7 +101,9 @@ def test_ranks_see_what_torchrun_would_show_them(tmp_path: Path, launch: Callabl
         "told['stdin'] = sys.stdin.readline() if os.environ['RANK'] == '0' else None\n"
         "print(json.dumps(told))\n"
     )
-    job = launch("script", "2", _write(tmp_path / "tell.py", code), "--nproc", "5", "--", "-m", "a b")
+    job = launch(
+        "script", "2", _write(tmp_path / "tell.py", code), "--nproc", "5", "--", "-m", "a b", CUDA_VISIBLE_DEVICES=""
+    )
     assert job.process.stdin is not None
     job.process.stdin.write("from the launcher\n")
     job.process.stdin.flush()
@@ -115,8 +117,41 @@ def test_ranks_see_what_torchrun_would_show_them(tmp_path: Path, launch: Callabl
         assert mine["argv"] == ["--nproc", "5", "--", "-m", "a b"]
         assert mine["MODEL_CHECK_RUN_DIR"] == str(job.run_dir.root)
         assert mine["first_path"].endswith("model_check/observe/inject")
-        assert mine["port"] and mine["CUDA_VISIBLE_DEVICES"] == os.environ.get("CUDA_VISIBLE_DEVICES")
+        assert mine["port"] and mine["CUDA_VISIBLE_DEVICES"] == ""
     assert told["[CPU0]"]["stdin"] == "from the launcher\n"
+
+
+# A driver of eight GPUs, for a launcher on a machine that has none.
+_DRIVER = """\
+from types import SimpleNamespace
+class NVMLError(Exception): pass
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 8
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetMaxMigDeviceCount(handle): return 0
+def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
+def nvmlDeviceGetName(handle): return "H200"
+def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total=100, used=0)
+def nvmlDeviceGetUtilizationRates(handle): return SimpleNamespace(gpu=0)
+def nvmlDeviceGetComputeRunningProcesses(handle): return []
+"""
+
+
+def test_a_rank_is_labelled_by_the_gpu_it_sees(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+    drivers = tmp_path / "drivers"
+    drivers.mkdir()
+    _write(drivers / "pynvml.py", _DRIVER)
+    script = _write(tmp_path / "tell.py", "import os\nprint(os.environ['RANK'], os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    path = os.pathsep.join(filter(None, [str(drivers), os.environ.get("PYTHONPATH")]))
+    job = launch("script", "3", script, CUDA_VISIBLE_DEVICES="5,GPU-3", PYTHONPATH=path)
+    _, lines = job.finish()
+    # Three ranks share two GPUs, and every rank of a foreign script sees both.
+    assert sorted(line for line in lines if line.startswith("[")) == [
+        "[GPU3] 1 5,GPU-3",
+        "[GPU5] 0 5,GPU-3",
+        "[GPU5] 2 5,GPU-3",
+    ]
 
 
 def test_a_failing_rank_gives_its_code_and_its_peer_ends_within_two_seconds(
