@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -23,13 +22,20 @@ class Verb:
     line: str
     passes_arguments_on: bool = False
     subverbs: tuple[str, ...] = ()
+    usage: str = "[FLAGS]"
 
 
 VERBS = {
     "train": Verb("model_check.cli.train", "train", "Train a LLaMA on every GPU, or on CPU ranks."),
     "prepare": Verb("model_check.cli.prepare", "prepare", "Tokenize and cache the data of a configuration."),
     "gpus": Verb("model_check.cli.gpus", "gpus", "List the GPUs, their load, and which ones a job would take."),
-    "run": Verb("model_check.cli.run", "run", "Run any PyTorch script under the black box.", passes_arguments_on=True),
+    "run": Verb(
+        "model_check.cli.run",
+        "run",
+        "Run any PyTorch script under the black box.",
+        passes_arguments_on=True,
+        usage="[FLAGS] SCRIPT ARGS… | [FLAGS] -- COMMAND…",
+    ),
     "attach": Verb("model_check.cli.attach", "attach", "Say who waits for whom in a job that hangs right now."),
     "diagnose": Verb("model_check.cli.diagnose", "diagnose", "Say what happened to a run, from its directory."),
     "checkpoint": Verb(
@@ -64,34 +70,32 @@ def with_dashes(arguments: Sequence[str]) -> list[str]:
     return fixed
 
 
-def _exiting(implementation: Callable[..., Any]) -> Callable[..., None]:
-    """A verb that returns a number exits with it."""
+def call(name: str, arguments: Sequence[str]) -> int:
+    """Runs one verb and returns its exit code; what its parser refuses is a UsageError."""
     import typer
 
-    @functools.wraps(implementation)
-    def command(*args: Any, **kwargs: Any) -> None:
-        code = implementation(*args, **kwargs)
-        if code:
-            raise typer.Exit(code)
-
-    return command
-
-
-def call(name: str, arguments: Sequence[str]) -> None:
-    """Runs one verb; leaves through SystemExit."""
-    import typer
+    from model_check.cli.mistakes import ParserError, in_our_words
 
     verb = VERBS[name]
     module = importlib.import_module(verb.module)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    settings = (
-        {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-        if verb.passes_arguments_on
-        else {}
-    )
+    settings: dict[str, Any] = {}
+    if verb.passes_arguments_on:
+        # The flags of the script are its own: only ours, which stand before it, may be spelled with underscores.
+        settings = {
+            "allow_extra_args": True,
+            "allow_interspersed_args": False,
+            "token_normalize_func": lambda flag: flag.replace("_", "-"),
+        }
     for function in verb.subverbs or (verb.function,):
-        app.command(function, context_settings=settings)(_exiting(getattr(module, function)))
-    app(list(arguments) if verb.passes_arguments_on else with_dashes(arguments), prog_name=f"model-check {name}")
+        app.command(function, context_settings=settings, options_metavar=verb.usage)(getattr(module, function))
+    given = list(arguments) if verb.passes_arguments_on else with_dashes(arguments)
+    try:
+        return app(given, prog_name=f"model-check {name}", standalone_mode=False) or 0
+    except ParserError as error:
+        raise in_our_words(error, name) from None
+    except typer.Abort:
+        return 130
 
 
 def _unknown(name: str) -> UsageError:
@@ -116,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         if given[0] not in VERBS:
             raise _unknown(given[0])
-        call(given[0], given[1:])
+        sys.exit(call(given[0], given[1:]))
     except ModelCheckError as error:
         sys.stdout.flush()
         print(f"model-check: error: {redact_text(str(error))}", file=sys.stderr)
@@ -127,7 +131,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # The reader of our output is gone; what is left in the buffer has nowhere to go.
         sys.stderr.close()
         sys.exit(141)
-    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def _train_here(
     if config.logging.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError("logging.wandb is true and wandb is not installed", remedy="pip install wandb, or turn it off")
     _warn_of_a_large_model_on_the_cpu(config, chosen)
-    directory = RunDir.create(run_dir, resuming=resume is not None)
+    directory = RunDir.create(run_dir, resuming=resume is not None, resume_flag="--resume auto")
     directory.set_aside_earlier_attempt()
     _write_identity(directory, config)
     with _verdict_before_the_ranks(directory, ranks * nnodes):

@@ -24,15 +24,18 @@ class RunDir:
     root: Path
 
     @classmethod
-    def create(cls, root: Path | str | None = None, *, resuming: bool = False) -> RunDir:
-        """A new, empty run directory (or an existing one when resuming into it)."""
+    def create(cls, root: Path | str | None = None, *, resuming: bool = False, resume_flag: str = "") -> RunDir:
+        """A new, empty run directory (or an existing one when resuming into it).
+
+        `resume_flag`: how the caller's verb resumes, where it can, for the remedy.
+        """
         path = Path(root) if root else DEFAULT_ROOT / new_run_id()
         if path.exists() and not path.is_dir():
             raise RunDirError(f"--run-dir {path} is a file", remedy="name a directory that does not exist yet")
         if path.is_dir() and any(path.iterdir()) and not resuming:
             raise RunDirError(
                 f"--run-dir {path} already holds a run",
-                remedy="name a new directory, or add --resume auto to continue into it",
+                remedy="name a new directory" + (f", or add {resume_flag} to continue into it" if resume_flag else ""),
             )
         try:
             for folder in (path, path / "blackbox", path / "events"):

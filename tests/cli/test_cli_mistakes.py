@@ -36,7 +36,24 @@ MISTAKES = [
     (["explain", "MC999"], "MC999"),
     (["diagnose", "nowhere"], "nowhere"),
     (["run", "nowhere.py"], "nowhere.py"),
+    (["train", "--nrpoc", "2"], "train has no flag --nrpoc; did you mean --nproc?"),
+    (["train", "--nproc", "two"], "--nproc two is not a whole number; give --nproc a whole number"),
+    (["train", "--nproc"], "--nproc needs a value; write --nproc VALUE"),
+    (["train", "max-steps"], "train takes no word 'max-steps'; did you mean --max-steps?"),
+    (["prepare", "--verify=3"], "--verify takes no value; write --verify alone"),
+    (["gpus", "--xyz"], "gpus has no flag --xyz; model-check gpus --help lists its flags"),
+    (["attach", "abc"], "PIDS abc is not a whole number"),
+    (["diagnose"], "diagnose needs RUN_DIR; write model-check diagnose RUN_DIR"),
+    (["explain", "--jsno"], "explain has no flag --jsno; did you mean --json?"),
+    (["checkpoint"], "checkpoint needs a verb; use one of inspect, verify, convert"),
+    (["checkpoint", "inspcet", "x"], "checkpoint has no verb 'inspcet'; did you mean inspect?"),
+    (["checkpoint", "convert", "a"], "checkpoint convert needs TARGET; write model-check checkpoint convert SOURCE"),
+    (["run"], "run needs a script"),
+    (["run", "--nrpoc", "2", "train.py"], "run has no flag --nrpoc; did you mean --nproc?"),
+    (["run", "--run_dir", "d", "nowhere.py"], "there is no script nowhere.py"),
+    (["run", "--hang-kill-after-s", "-5", "x.py"], "--hang-kill-after-s -5"),
 ]
+PARSERS_OWN = MISTAKES[-16:]
 
 
 @pytest.mark.parametrize(("arguments", "fragment"), MISTAKES, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
@@ -56,9 +73,41 @@ def test_mistakes_are_answered_in_one_message(
     assert stopped.value.code not in (0, None)
     err = capsys.readouterr().err
     assert fragment in err
+    assert err.startswith("model-check: error: ")
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) <= 3
     assert not (tmp_path / ".outputs").exists() or not any((tmp_path / ".outputs").rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize("arguments", [words for words, _ in PARSERS_OWN], ids=" ".join)
+def test_a_wrong_word_on_the_command_line_is_one_line_and_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 1 and said.out == ""
+    assert "; " in said.err, "there is no remedy"
+
+
+def test_the_help_of_run_shows_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["run", "--help"])
+    assert done.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Usage: model-check run [FLAGS] SCRIPT ARGS… | [FLAGS] -- COMMAND…" in shown
+    assert "model-check run --nproc 2 train.py --its --own args" in shown
+    assert "model-check run -- torchrun --nproc-per-node 2 train.py" in shown
+
+
+def test_a_used_run_directory_of_run_has_no_resume_to_offer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it must not start')\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "--run-dir", str(tmp_path), str(script)])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.endswith(f"--run-dir {tmp_path} already holds a run; name a new directory\n")
 
 
 def test_all_faults_of_a_file_come_in_one_message(

@@ -102,7 +102,8 @@ def test_a_used_run_directory_is_refused_and_kept(shell: Shell) -> None:
     (used / "precious").write_text("keep me")
     done = shell.model_check("train", "--debug", "--run-dir", str(used))
     assert done.code == 2
-    assert "already holds a run" in done.err and "Traceback" not in done.err
+    assert "already holds a run; name a new directory, or add --resume auto to continue into it" in done.err
+    assert "Traceback" not in done.err
     assert (used / "precious").read_text() == "keep me"
 
 
