@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,7 @@ def attach(
         return
     for picture in pictures:
         typer.echo(describe(picture))
+        _mention_refusals(picture)
         _mention_black_box(picture)
     if directory is not None:
         typer.echo(f"stacks and samples: {directory.root}")
@@ -56,6 +58,13 @@ def _run_directory(path: Path | None, jobs: list[FoundJob]) -> RunDir | None:
             remedy="give the pid of the one you mean",
         )
     return RunDir.create(path)
+
+
+def _mention_refusals(picture: JobPicture) -> None:
+    refused = [standing.pid for standing in picture.standings if standing.kind == "unreadable"]
+    if refused and os.geteuid() != 0:
+        pids = " ".join(map(str, refused))
+        typer.echo(f"  the kernel lets only root read some of these stacks: sudo model-check attach {pids}")
 
 
 def _mention_black_box(picture: JobPicture) -> None:

@@ -27,7 +27,7 @@ def in_our_words(error: Any, verb: str) -> UsageError:
     flags = _flags(context)
     if isinstance(error, _parser.NoSuchOption):
         return UsageError(f"{called} has no flag {error.option_name}", remedy=_near(error.option_name, flags, called))
-    if isinstance(error, _parser.MissingParameter):
+    if isinstance(error, _parser.MissingParameter) and context is not None:
         needed = [_name(parameter) for parameter in context.command.get_params(context) if parameter.required]
         return UsageError(
             f"{called} needs {_name(error.param)}", remedy=f"write model-check {called} {' '.join(needed)}"

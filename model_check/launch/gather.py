@@ -76,12 +76,12 @@ class Gatherer:
 
     def _take(self, rank: int, rank_pid: int, pid: int, timeout_s: float) -> None:
         is_rank = pid == rank_pid
-        header = read_header(self._run_dir.ring(rank)) if is_rank else {}
+        # A forked worker inherits the rank's handler and its file.
         taken = stacks.take(
             pid,
             timeout_s=timeout_s,
             fault_file=self._run_dir.stacks_dir / f"rank-{rank:05d}.fault.txt",
-            fault_signal=stacks.signal_number(header.get("stack_signal")),
+            fault_signal=stacks.signal_number(read_header(self._run_dir.ring(rank)).get("stack_signal")),
         )
         process = "rank" if is_rank else "loader_worker" if taken.is_loader_worker else "child"
         name = f"rank-{rank:05d}.{self._stack_round}"

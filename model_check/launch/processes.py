@@ -154,6 +154,15 @@ def is_alive(pid: int, start_ticks: int | None = None) -> bool:
     return stat is not None and stat.alive and start_ticks in (None, stat.start_ticks)
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal: one without would die of it, or never hear it."""
+    for line in _read(pid, "status").splitlines():
+        name, _, value = line.partition(":")
+        if name == "SigCgt":
+            return bool(int(value, 16) >> (number - 1) & 1)
+    return False
+
+
 def children_of(pid: int) -> list[int]:
     """Direct children, whichever thread of the process started them."""
     found: list[int] = []

@@ -1,8 +1,8 @@
 """Python stacks of running processes, taken from outside without stopping them.
 
 py-spy reads the other process's memory, so it works while the process waits in a collective, holds the GIL inside C
-code, or is stopped by a signal. Where it is refused we fall back on the rank's own faulthandler (a signal makes it
-write its stacks to a file), and last on what the kernel knows.
+code, or is stopped by a signal. Where it is refused (Yama, a container without the right) or missing we fall back on
+the rank's own faulthandler (a signal makes it write its stacks to a file), and last on what the kernel knows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,6 +35,9 @@ _LIBRARY = re.compile(
 _OUR_PROGRAM = re.compile(r"/model_check/(?!observe/|launch/)")
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _FAULT_THREAD = re.compile(r"^(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)(?: \[(?P<name>[^]]*)\])?")
+
+# A rank and the workers that it forked write into one file.
+_one_at_a_time: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 
 @dataclass(frozen=True)
@@ -208,12 +213,22 @@ def _py_spy_thread(thread: dict[str, Any]) -> ThreadStack:
 
 
 def _by_faulthandler(pid: int, file: Path, number: int) -> ProcessStacks | None:
-    """Asks the rank itself; it answers from a signal handler, even inside a C call, unless it is stopped."""
+    """Asks the process itself; it answers from a signal handler, even inside a C call, unless it is stopped."""
+    if not processes.catches(pid, number):
+        return None
+    with _one_at_a_time[file]:
+        text = _provoke(pid, file, number)
+    threads = parse_faulthandler(text)
+    return ProcessStacks(pid, time.monotonic(), "faulthandler", tuple(threads)) if threads else None
+
+
+def _provoke(pid: int, file: Path, number: int) -> str:
+    """What the process appends to the file when it gets the signal."""
     try:
         before = file.stat().st_size
         os.kill(pid, number)
     except OSError:
-        return None
+        return ""
     deadline = time.monotonic() + _FAULTHANDLER_WAIT_S
     size = before
     while time.monotonic() < deadline:
@@ -224,9 +239,7 @@ def _by_faulthandler(pid: int, file: Path, number: int) -> ProcessStacks | None:
         size = grown
     with file.open("rb") as stream:
         stream.seek(before)
-        text = stream.read().decode("utf-8", "replace")
-    threads = parse_faulthandler(text)
-    return ProcessStacks(pid, time.monotonic(), "faulthandler", tuple(threads)) if threads else None
+        return stream.read().decode("utf-8", "replace")
 
 
 def parse_faulthandler(text: str) -> list[ThreadStack]:

@@ -37,6 +37,8 @@ def install(run_dir: Path | str, rank: int | None = None, **identity: Any) -> No
     `identity` goes into the ring's header, e.g. world_size and local_rank.
     """
     BOX.run_dir = RunDir(Path(run_dir))
+    # Helpers of a rank too: a loader worker that was spawned is read from outside like one that was forked.
+    outside.allow_ptrace()
     # The flight recorder is off by default in some versions of torch, and reads this when it is loaded.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if rank is None and not _belongs_to_a_rank():

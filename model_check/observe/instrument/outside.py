@@ -33,7 +33,6 @@ def install() -> None:
     recorder, run_dir = BOX.recorder, BOX.run_dir
     if recorder is None or run_dir is None:
         return
-    allow_ptrace()
     run_dir.stacks_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir.stacks_dir / f"rank-{recorder.rank:05d}.fault.txt"
     file = path.open("a", encoding="utf-8")
