@@ -41,6 +41,12 @@ def diagnose(
         typer.echo(json.dumps(verdict.to_json(), indent=2))
         return
     typer.echo(render(verdict, color=sys.stdout.isatty(), source_root=source or _where_it_ran(directory)))
+    _mention_missing_logs(directory)
+
+
+def _mention_missing_logs(directory: RunDir) -> None:
+    if directory.logs.is_symlink() and not directory.logs.exists():
+        typer.echo(f"the raw logs of its ranks are gone: {directory.logs.readlink()} was pruned or is on another host")
 
 
 def _where_it_ran(directory: RunDir) -> str | None:

@@ -18,6 +18,7 @@ from model_check.launch.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped
 from model_check.launch.journal import Journal
 from model_check.launch.logfiles import LogDir
 from model_check.launch.nursery import Nursery
+from model_check.launch.oldlogs import remove_old_logs
 from model_check.launch.placement import LOOPBACK, Hosts, Placement
 from model_check.launch.programs import ColdFunction, Command, Entry, Program, WarmFunction
 from model_check.launch.signals import StopBeforeStart, StopRequest
@@ -64,6 +65,8 @@ def launch_job(
     placement = Placement(run_dir, nproc, tuple(gpus), isolate_gpus, hosts or Hosts(), env or {})
     logs = LogDir.create(run_dir)
     with closing(Journal(run_dir)) as journal:
+        if old := remove_old_logs(logs.path.parent):
+            journal.write("old_logs_removed", folders=[folder.name for folder in old])
         result = _run(
             lambda: _open_nursery(entry, payload, start, preload_modules, needs_cuda=bool(gpus)),
             placement,
