@@ -19,7 +19,7 @@ from model_check.launch.journal import Journal
 from model_check.launch.logfiles import LogDir
 from model_check.launch.nursery import Nursery
 from model_check.launch.oldlogs import remove_old_logs
-from model_check.launch.placement import LOOPBACK, Hosts, Placement
+from model_check.launch.placement import Hosts, Placement
 from model_check.launch.programs import ColdFunction, Command, Entry, Program, WarmFunction
 from model_check.launch.signals import StopBeforeStart, StopRequest
 from model_check.launch.warmstart import DEFAULT_PRELOAD, preload, why_not_warm
@@ -152,7 +152,7 @@ def _supervise(
         rdzv_handler=handler,
         max_restarts=max_restarts,
         monitor_interval=0.01,  # torch's pause between two looks; ours returns the moment a rank ends
-        local_addr=LOOPBACK if placement.hosts.count == 1 else None,
+        local_addr=placement.hosts.local_addr,
         entrypoint="model-check",
     )
     journal.write("job_started", nproc=placement.nproc, hosts=placement.hosts.count, launcher_pid=os.getpid())

@@ -24,6 +24,12 @@ class Hosts:
     endpoint: str = f"{LOOPBACK}:0"
     job_id: str = "model-check"
 
+    @property
+    def local_addr(self) -> str | None:
+        """Where the others find this host; None: by its name. Whoever meets on loopback is on this host already."""
+        on_loopback = self.count == 1 or self.endpoint.rpartition(":")[0] in (LOOPBACK, "localhost", "[::1]")
+        return LOOPBACK if on_loopback else None
+
 
 @dataclass(frozen=True)
 class Placement:

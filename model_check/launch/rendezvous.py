@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from model_check.launch.placement import LOOPBACK, Hosts
+from model_check.launch.placement import Hosts
 
 
 def open_rendezvous(hosts: Hosts) -> RendezvousHandler:
@@ -24,7 +24,7 @@ def open_rendezvous(hosts: Hosts) -> RendezvousHandler:
         run_id=uuid.uuid4().hex if alone else hosts.job_id,
         min_nodes=hosts.count,
         max_nodes=hosts.count,
-        local_addr=LOOPBACK if alone else None,
+        local_addr=hosts.local_addr,
         **extra,
     )
     return get_rendezvous_handler(parameters)
