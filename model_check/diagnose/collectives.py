@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from model_check.diagnose.branches import rank_branch
 from model_check.diagnose.issues import GroupTable, Issue, Key
 
-Kind = Literal["op", "shape", "dtype", "crossed", "shifted"]
+Kind = Literal["op", "root", "shape", "dtype", "crossed", "shifted"]
 Manner = Literal["order", "missing", "extra"]
 
 # Operations whose tensors must have one size (and dtype) on every rank. The sizes of all_gather lists (not on gloo),
@@ -25,7 +26,7 @@ _CROSSING_REACH = 4
 _SETTLED = 3
 _REMEMBERED = 256
 _LOOK_BACK = 64
-ROOTED_OPS = frozenset({"broadcast", "reduce", "gather", "scatter"})
+_SILENT: frozenset[Kind] = frozenset({"root", "dtype", "crossed"})  # what may stop nobody
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Matcher:
         if divergence is None:
             # A crossing or a shift shows only in the calls that follow.
             self._matched[table.group] = max(0, table.settled() - _LOOK_BACK)
-        elif divergence.kind in ("dtype", "crossed"):
+        elif divergence.kind in _SILENT and not divergence.stuck:
             self._silent[table.group] = divergence
         return divergence
 
@@ -83,9 +84,11 @@ def find_divergence(table: GroupTable, start: int = 0) -> Divergence | None:
 
 def _mismatch(table: GroupTable, calls: dict[int, Issue]) -> Kind | None:
     issues = list(calls.values())
-    if len({(issue.op, _root(issue)) for issue in issues}) > 1:
+    if len({issue.op for issue in issues}) > 1:
         # An operation that all ranks got through cannot have been a mismatch: no backend completes one.
         return None if all(table.passed(issue) for issue in issues) else "op"
+    if len({issue.root for issue in issues if issue.root >= 0}) > 1:
+        return "root"
     op = issues[0].op
     dtypes = {issue.dtype for issue in issues if issue.dtype not in ("none", "other", "")}
     if op in SAME_DTYPE_OPS and len(dtypes) > 1:
@@ -113,19 +116,16 @@ def _size(issue: Issue) -> int | None:
     return math.prod(issue.shape) if issue.shape else None
 
 
-def _root(issue: Issue) -> int:
-    """The source or destination that all ranks must name alike; -1 where the operation has none."""
-    return issue.peer if issue.op in ROOTED_OPS else -1
-
-
 def _signature(issue: Issue, kind: Kind) -> object:
     if kind == "shape":
         return _size(issue)
     if kind == "dtype":
         return issue.dtype
+    if kind == "root":
+        return issue.root
     if kind == "crossed":
         return issue.text_key
-    return (issue.op, _root(issue), _size(issue) if issue.op == "all_gather" else None)
+    return (issue.op, _size(issue) if issue.op == "all_gather" else None)
 
 
 def _judge(table: GroupTable, seq: int, calls: dict[int, Issue], kind: Kind) -> Divergence:
@@ -154,7 +154,18 @@ def blame_for(
     odd = tuple(sorted(rank for rank, value in surprising.items() if value))
     if odd and len(odd) < len(calls) and len({signatures[rank] for rank in odd}) == 1:
         return odd, f"{ranks_text(odd)} left the order of its own earlier steps: {surprising[odd[0]]}"
-    return (), ""
+    return _in_a_branch_of_their_own(calls)
+
+
+def _in_a_branch_of_their_own(calls: dict[int, Issue]) -> tuple[tuple[int, ...], str]:
+    """The ranks whose call stands under a condition on the rank, where the calls of the others do not."""
+    branches = {rank: rank_branch(issue.frame) if issue.frame is not None else None for rank, issue in calls.items()}
+    inside = tuple(sorted(rank for rank, branch in branches.items() if branch is not None))
+    if not inside or len(inside) == len(calls) or len({calls[rank].key for rank in inside}) > 1:
+        return (), ""
+    branch = branches[inside[0]]
+    assert branch is not None, f"rank {inside[0]} was chosen for its branch"
+    return inside, f"the call of {ranks_text(inside)} is reached only through `{branch.test}` at {branch.site}"
 
 
 def _surprise(table: GroupTable, issue: Issue) -> str:
@@ -166,7 +177,7 @@ def _surprise(table: GroupTable, issue: Issue) -> str:
     usual = expected[0]
     if usual.key != issue.key:
         return f"after {history[-1].describe()} it used to call {usual.describe()}, this time {issue.describe()}"
-    if _size(usual) != _size(issue) or usual.dtype != issue.dtype:
+    if _size(usual) != _size(issue) or usual.dtype != issue.dtype or usual.root != issue.root:
         return f"it used to call {usual.describe()}, this time {issue.describe()}"
     return ""
 

@@ -15,10 +15,11 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.exceptions import classify_exception
-from model_check.diagnose.findings import make_finding, waiting_text
+from model_check.diagnose.findings import LAST_RECORDED, PLACED_BY_RECORD, make_finding, waiting_text
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
-from model_check.diagnose.mismatch import last_swallowed, loader_frame, raised_at, swallowed_finding, user_frame
+from model_check.diagnose.raised import last_swallowed, original, raised_at, swallowed_finding, user_frame
+from model_check.diagnose.uneven import loader_frame
 from model_check.diagnose.victims import is_lost_peer
 from model_check.diagnose.waits import Wait
 from model_check.rundir import Finding
@@ -160,7 +161,8 @@ def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, W
             lines.append(f"observed: rank {number} then lost its peer: {exception.get('type')}: {text}")
     if later:
         lines.append(f"observed: {ranks_text(later)} failed later, in another way")
-    return [*lines, *waiting_text(waits, victims)]
+    # A rank that has raised waits for nothing any more, whatever its last open call was.
+    return [*lines, *waiting_text(waits, [v for v in victims if _fatal_exception(evidence.of(v)) is None])]
 
 
 def _exception_finding(
@@ -170,12 +172,17 @@ def _exception_finding(
     code, about = classify_exception(exception, evidence=evidence, ranks=ranks)
     # torch notices the end of a worker in a signal handler, wherever the rank happens to be at that time.
     frame = (loader_frame(root.rank) if code == "MC216" else None) or raised_at(root.rank, exception)
-    kind = str(exception.get("type", "exception"))
+    said = original(exception)
+    kind = str(said.get("type", "exception"))
     message = str(exception.get("message", "")).strip()
-    first_line = message.split("\n")[0]
+    first_line = str(said.get("message", "")).strip().split("\n")[0]
     who = ranks_text(ranks)
     place = f" at {frame.site} in {frame.function}" if frame is not None else ""
     extra = _memory_history(root.rank) if code in ("MC307", "MC501") else []
+    if said is not exception:
+        again = user_frame({**exception, "origin": None})
+        where = f", raised again at {again.site}" if again is not None else ""
+        extra.append(f"observed: it was raised in {said.get('where')} of {who}{where}")
     if code == "MC110" and (path := _file_being_read(root.rank, root.began)):
         extra.append(f"observed: it was reading {path}")
     if code == "MC216":
@@ -225,7 +232,12 @@ def _signal_finding(evidence: Evidence, root: Failure, victims: list[int], facts
         ranks=[rank.rank],
         victims=victims,
         frame=frame,
-        evidence=[f"observed: process {end.pid if end else '?'} of rank {rank.rank} ended by {name}", *extra, *facts],
+        evidence=[
+            f"observed: process {end.pid if end else '?'} of rank {rank.rank} ended by {name}",
+            *([f"observed: its {LAST_RECORDED} is {frame.site}"] if code in PLACED_BY_RECORD and frame else []),
+            *extra,
+            *facts,
+        ],
         certainty="proven",
         step=rank.step,
         phase=rank.innermost.phase if rank.innermost is not None else None,
@@ -255,8 +267,8 @@ def _explain_signal(
         what = "crashed with a segmentation fault" if number == signal.SIGSEGV else f"crashed with {name}"
         stack = [f"observed: the crashed thread was at {f.site} in {f.function}" for f in rank.fault_frames[:1]]
         return "MC306", f"rank {rank.rank} {what}", stack, _crash_frame(rank)
-    nobody = "inferred: neither the launcher nor the kernel's memory accounting sent it; the sender is unknown"
-    return "MC303", f"rank {rank.rank} was killed by {name} from outside", [nobody, *memory], rank.last_site()
+    nobody = "observed: the launcher did not send it, and no memory kill is on record; the sender is not known"
+    return "MC303", f"rank {rank.rank} was ended by {name}", [nobody, *memory], rank.last_site()
 
 
 def _crash_frame(rank: RankEvidence) -> Frame | None:
@@ -319,7 +331,8 @@ def _only_victims(
         r.rank for r in evidence.ranks.values() if r.exit is not None and r.exit.ok and r.exit.t <= first.began + 2.0
     ]
     text = str((first.exception or {}).get("message", "")).split("\n")[0][:200]
-    facts = [f"observed: rank {first.rank.rank} lost its peer: {text}", *waiting_text(waits, victims)]
+    waiting = [v for v in victims if _fatal_exception(evidence.of(v)) is None]
+    facts = [f"observed: rank {first.rank.rank} lost its peer: {text}", *waiting_text(waits, waiting)]
     if gone:
         return [departed_finding(evidence, tables, gone, victims, facts)]
     for number in evidence.all_ranks:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from model_check.diagnose.branches import swallowing_handler
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable, Issue, is_issue
-from model_check.diagnose.mismatch import last_swallowed, ran_out_of_data, swallowed_finding, uneven_finding, user_frame
+from model_check.diagnose.raised import last_swallowed, swallowed_finding, user_frame
+from model_check.diagnose.uneven import short_of_data, uneven_finding
 from model_check.diagnose.victims import is_store_loss
 from model_check.rundir import Finding
 
@@ -21,10 +24,10 @@ def departed_finding(
     first = min((evidence.of(rank) for rank in gone), key=lambda r: r.exit.t if r.exit is not None else 0.0)
     swallowed = last_swallowed(evidence, first.rank)
     if swallowed is not None:
-        return swallowed_finding(evidence, first.rank, swallowed, victims, facts)
-    out = [rank for rank in gone if ran_out_of_data(evidence.of(rank))]
-    if out and not all(ran_out_of_data(evidence.of(rank)) for rank in victims):
-        return uneven_finding(evidence, out, victims, [*_exit_facts(evidence, gone), *facts], proven=True)
+        return swallowed_finding(evidence, first.rank, swallowed, victims, facts, shown_at=_left_at(first))
+    out = short_of_data(evidence, gone, [*gone, *victims])
+    if out:
+        return uneven_finding(evidence, out, victims, [*_exit_facts(evidence, gone), *facts])
     if any(_lost_the_store(evidence.of(rank)) for rank in victims) and first.rank == 0:
         return _left(evidence, "MC309", "rank 0, which hosts the store, is gone", first, victims, facts)
     how = _way_out(first)
@@ -38,8 +41,34 @@ def departed_finding(
         return _left(
             evidence, "MC217", f"rank {first.rank} is gone while other ranks wait for it", first, victims, facts
         )
-    title = f"rank {first.rank} finished with fewer collectives than its peers: it skipped one"
-    return _left(evidence, "MC206", title, first, victims, facts)
+    return _fewer_collectives(evidence, first, victims, facts)
+
+
+def _fewer_collectives(evidence: Evidence, rank: RankEvidence, victims: Sequence[int], facts: list[str]) -> Finding:
+    """It returned as if it had done everything, and is short of a call that the others make."""
+    last = _last_collective(rank)
+    handler = swallowing_handler(last) if last is not None else None
+    if handler is None:
+        title = f"rank {rank.rank} finished with fewer collectives than its peers: it skipped one"
+        return _left(evidence, "MC206", title, rank, victims, facts)
+    finding = _left(
+        evidence,
+        "MC302",
+        f"rank {rank.rank} finished with fewer collectives than its peers: it probably swallowed an exception",
+        rank,
+        victims,
+        [
+            *facts,
+            f"inferred: its calls at {last.site if last is not None else '?'} stand in a `try` of a loop, and "
+            f"`{handler.text}` at {handler.frame.site} goes on with the next round without them",
+            "observed: no record says which line raised: the handler printed nothing, and no recorded call was left",
+        ],
+    )
+    return replace(finding, location=handler.frame.site, function=handler.frame.function or None)
+
+
+def _left_at(rank: RankEvidence) -> float | None:
+    return rank.exit.t if rank.exit is not None else rank.last_progress_t
 
 
 def _way_out(rank: RankEvidence) -> str:
@@ -63,7 +92,7 @@ def _left(
         certainty="proven",
         step=rank.step,
         phase="exit",
-        began=rank.exit.t if rank.exit is not None else rank.last_progress_t,
+        began=_left_at(rank),
         now=evidence.now,
     )
 
@@ -71,7 +100,7 @@ def _left(
 def _last_collective(rank: RankEvidence) -> Frame | None:
     """Where it last met its peers: what it did at its very end has nothing to do with them."""
     crumb = next((c for c in reversed(rank.crumbs) if is_issue(c) and c.file), None)
-    return Frame(crumb.file, crumb.line, crumb.function) if crumb is not None else None
+    return Frame(crumb.file, crumb.line, crumb.function, root=rank.cwd) if crumb is not None else None
 
 
 def _exit_facts(evidence: Evidence, ranks: Iterable[int]) -> list[str]:

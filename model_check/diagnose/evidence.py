@@ -7,10 +7,11 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from model_check.diagnose.frames import Frame, ThreadStack
 from model_check.rundir.ring import FLAG_ASYNC, Crumb
+from model_check.rundir.verdict import Outcome
 
 if TYPE_CHECKING:
     from model_check.diagnose.issues import Issue, MessageKey
@@ -278,8 +279,23 @@ class Evidence:
 
     def stands(self, rank: int) -> bool:
         """It lives, or lived until the launcher ended it."""
+        return self.of(rank).exit is None or self.ended_by_us(rank)
+
+    def ended_by_us(self, rank: int) -> bool:
+        """It ended after the launcher had told it to."""
         end = self.of(rank).exit
-        return end is None or (rank in self.signals_sent and end.t >= self.signals_sent[rank] - _CLOCK_SLACK_S)
+        return end is not None and rank in self.signals_sent and end.t >= self.signals_sent[rank] - _CLOCK_SLACK_S
+
+    @cached_property
+    def ended(self) -> tuple[Outcome, int] | None:
+        """The outcome and exit code that the launcher wrote down when all ranks were gone."""
+        for record in reversed(self.supervisor):
+            if record.get("event") == "job_started":
+                return None
+            outcome, code = record.get("outcome"), record.get("exit_code")
+            if record.get("event") == "job_ended" and outcome in get_args(Outcome) and isinstance(code, int):
+                return outcome, code
+        return None
 
     @cached_property
     def stalled(self) -> bool:

@@ -7,6 +7,7 @@ follows from an explanation is not reported beside it.
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 from model_check.diagnose.collectives import Matcher
 from model_check.diagnose.crash import crash_findings, find_failures
@@ -24,6 +25,7 @@ from model_check.rundir.verdict import Outcome
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 _CERTAINTY = {"proven": 0, "observed": 1, "suspected": 2}
 _STOPPED_AND_SAVED = 75
+_EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 _INTERRUPTING = ("interrupt", "sigint", "sigterm", "terminated", "request")
 
 
@@ -40,12 +42,16 @@ class Examiner:
         self._reader = Reader(run_dir)
         self._matcher = Matcher()
         self._first_seen: dict[tuple[str, tuple[int, ...]], float] = {}
-        previous = Verdict.read(run_dir.verdict)
-        for finding in previous.findings if previous is not None else []:
+        self._previous = Verdict.read(run_dir.verdict) or Verdict()
+        for finding in self._previous.findings:
             self._remember(finding)
 
     def update(self, *, live: bool = True, now: float | None = None) -> Verdict:
-        verdict = judge(self._reader.read(live=live, now=now), self._matcher)
+        evidence = self._reader.read(live=live, now=now)
+        verdict = judge(evidence, self._matcher)
+        if not live and evidence.ended is None and self._previous.outcome != "running":
+            # A launcher that the job brought along has a code of its own, which only the last verdict holds.
+            verdict = replace(verdict, outcome=self._previous.outcome, exit_code=self._previous.exit_code)
         for finding in verdict.findings:
             key = (finding.code, tuple(finding.ranks))
             if key in self._first_seen:
@@ -105,19 +111,40 @@ def _outcome(evidence: Evidence, findings: list[Finding]) -> tuple[Outcome, int 
     running = evidence.live and (not exits or len(exits) < len(evidence.ranks))
     if running:
         return "running", None
+    own = _own_code(evidence, findings)
+    if evidence.ended is not None:
+        # The launcher's last word; the guilty rank's own code goes before the one it made of all of them.
+        outcome, code = evidence.ended
+        return outcome, own if outcome == "failed" and own is not None else code
     why = evidence.stopped_why.lower()
     if any(word in why for word in _INTERRUPTING) and not why.startswith(("hang", "proven")):
         return "interrupted", _STOPPED_AND_SAVED if any(e.code == _STOPPED_AND_SAVED for e in exits) else None
+    if own is not None:
+        return "failed", own
+    errors = [f for f in findings if f.severity == "error"]
+    if why.startswith(("hang", "proven")) or any(f.certainty == "proven" and f.code[:3] == "MC2" for f in errors):
+        return "failed", _EXIT_CODE_OF_A_HANG
+    if find_failures(evidence):
+        return "failed", 1
+    if len(exits) < evidence.world_size or not exits:
+        return ("running", None) if evidence.live else ("interrupted", None)
+    return "completed", 0
+
+
+def _own_code(evidence: Evidence, findings: list[Finding]) -> int | None:
+    """The code of the guilty rank, else of the first that failed. How a rank leaves when we end it is not its own."""
     errors = [f for f in findings if f.severity == "error"]
     failures = sorted(find_failures(evidence), key=lambda f: (f.victim, f.began))
     named = [f for f in failures if errors and f.rank.rank in errors[0].ranks and not f.victim]
     for failure in [*named, *failures]:
         end = failure.rank.exit
-        if end is not None and not end.ok:
-            code = end.code if end.code is not None else 128 + (end.signal or int(signal.SIGKILL))
-            return "failed", code
-    if failures or any(f.certainty == "proven" and f.code[:3] == "MC2" for f in errors) or evidence.killed_as_hung:
-        return "failed", 1
-    if len(exits) < evidence.world_size or not exits:
-        return ("running", None) if evidence.live else ("interrupted", None)
-    return "completed", 0
+        if end is None or end.ok:
+            continue
+        if evidence.ended_by_us(failure.rank.rank):
+            said = failure.rank.happened("exit")
+            code = said[-1].get("code") if said else None
+            if isinstance(code, int) and code:
+                return code
+            continue
+        return end.code if end.code is not None else 128 + (end.signal or int(signal.SIGKILL))
+    return None

@@ -14,7 +14,7 @@ _WORKER = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpec
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
 _NO_GPU = re.compile(
     r"invalid device ordinal|no CUDA GPUs are available|devices? (is|are) busy or unavailable|Duplicate GPU detected|"
-    r"no CUDA-capable device|Found no NVIDIA driver",
+    r"no CUDA-capable device|Found no NVIDIA driver|Torch not compiled with CUDA",
     re.I,
 )
 _DEVICE_OOM = re.compile(r"(CUDA|HIP|MPS|XPU) ?(error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
@@ -50,7 +50,7 @@ def classify_exception(
         return named[1], ""
     if _PORT.search(text):
         return "MC103", _port_title(evidence)
-    if _WORKER.search(text) or (kind in _BROKEN_LINK and _in_loader(exception)):
+    if _WORKER.search(text) or (kind in _BROKEN_LINK and _in_loader(exception) and not exception.get("origin")):
         return "MC216", "a loader worker of {who} died"
     if kind in ("ImportError", "ModuleNotFoundError"):
         return "MC310", f"{{who}} cannot import: {_short(text)}"

@@ -12,6 +12,10 @@ from model_check.diagnose.waits import Wait
 from model_check.rundir import Finding
 from model_check.rundir.verdict import Certainty, Severity
 
+# A kill leaves no frame: the line of these findings is where the rank was last seen, not the cause.
+PLACED_BY_RECORD = frozenset({"MC303", "MC304", "MC305"})
+LAST_RECORDED = "last recorded line"
+
 
 def make_finding(
     code: str,

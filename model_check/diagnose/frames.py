@@ -139,6 +139,14 @@ def waits_for_lock(thread: ThreadStack) -> bool:
     return frame is not None and not thread.active and bool(_LOCK_TEXT.search(source_text(frame)))
 
 
+def waits_between_threads(thread: ThreadStack) -> bool:
+    """In a wait of the standard library that only another thread can end: a queue, an event, a condition, a future."""
+    inner = next(iter(_inner_part(thread)), None)
+    if inner is None or not any(inner.file.endswith(name) for name in _LOCK_FILES):
+        return False
+    return inner.function.rpartition(".")[2] in _LOCK_FUNCTIONS
+
+
 def network_package(thread: ThreadStack) -> str | None:
     """The hub, tracker or network library the thread is inside of."""
     for frame in reversed(list(_inner_part(thread))):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from model_check.diagnose import frames
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, seconds_since, waiting_text
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable
+from model_check.diagnose.raised import raised_at
 from model_check.diagnose.source import source_text
 from model_check.diagnose.standing import Standing
 from model_check.diagnose.waits import Wait, find_cycle, holders
@@ -28,11 +30,14 @@ _SLOW_BUT_FINE = {
     "start": "starting",
     "gate": "waiting its turn to import",
 }
+_MOST_THREADS = 4  # that are named
 _COMPUTING = {
     "forward": "in the forward pass",
     "backward": "in the backward pass",
     "optimizer": "in the optimizer step",
 }
+
+_PLURALS = {"is": "are", "has": "have", "was": "were"}
 
 
 def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mapping[int, Wait]) -> list[Finding]:
@@ -164,6 +169,7 @@ def _name(standing: Standing, joining: bool) -> Named:
         or _network(standing)
         or _write(standing)
         or _gil(standing)
+        or _dead_thread(standing)
         or _lock(standing)
         or (_never_joined(standing) if joining else None)
         or _spinning(standing)
@@ -228,6 +234,37 @@ def _gil(s: Standing) -> Named | None:
         "inferred: a call into C code keeps the GIL, so no other Python thread of this rank can run",
     ]
     return "MC210", f"rank {s.rank.rank} holds the GIL in C code", frame, facts, []
+
+
+def _dead_thread(s: Standing) -> Named | None:
+    """MC222: it waits between threads, and one of its threads has died of an exception."""
+    died = s.failed_threads
+    if not died or s.main is None or not frames.waits_between_threads(s.main):
+        return None
+    record = died[-1]
+    name, kind = record.get("thread") or "?", record.get("type") or "an exception"
+    raised = raised_at(s.rank, record)
+    where = f" at {raised.site} in {raised.function}" if raised is not None else ""
+    facts = [
+        *_failed_threads(s),
+        f"observed: {_doing(s)}",
+        f"inferred: the main thread waits for what thread {name} can no longer give",
+    ]
+    title = f"rank {s.rank.rank} waits for its thread {name}, which died of {kind}{where}"
+    return "MC222", title, raised or s.frame, facts, []
+
+
+def _failed_threads(s: Standing) -> list[str]:
+    lines = []
+    for record in s.failed_threads[-_MOST_THREADS:]:
+        message = str(record.get("message") or "").split("\n")[0][:200]
+        raised = raised_at(s.rank, record)
+        where = f" at {raised.site} in {raised.function}" if raised is not None else ""
+        lines.append(
+            f"observed: thread {record.get('thread') or '?'} of rank {s.rank.rank} died of "
+            f"{record.get('type') or 'an exception'}: {message}{where}"
+        )
+    return lines
 
 
 def _lock(s: Standing) -> Named | None:
@@ -306,7 +343,11 @@ def _user_code(s: Standing) -> Named:
         children = [str(c.get("comm")) for c in s.sample.children if c.get("comm")]
         if children:
             facts.append(f"observed: it has child processes: {', '.join(sorted(set(children)))}")
-    return "MC219", f"rank {s.rank.rank} is stuck{where}", s.frame, facts, []
+    facts += _failed_threads(s)
+    if s.evidence.killed_as_hung:
+        return "MC219", f"rank {s.rank.rank} is stuck{where}", s.frame, facts, []
+    quiet = f"has made no progress for {s.quiet_s:.0f} s" if s.quiet_s is not None else "makes no progress"
+    return "MC219", f"rank {s.rank.rank} {quiet}{where}", s.frame, facts, []
 
 
 def _doing(s: Standing) -> str:
@@ -321,6 +362,16 @@ def _doing(s: Standing) -> str:
     return f"rank {s.rank.rank} is {phase}{place}"
 
 
+def _of_all(title: str, one: int, ranks: Sequence[int]) -> str:
+    """A title about one rank, said of several: "rank 1 has been saving" becomes "ranks 0 and 1 have been saving"."""
+    subject = f"rank {one} "
+    if not title.startswith(subject):
+        return title.replace(subject, f"{ranks_text(ranks)} ")
+    verb, _, rest = title.removeprefix(subject).partition(" ")
+    plural = _PLURALS.get(verb, verb.removesuffix("s") if verb.endswith("s") else verb)
+    return f"{ranks_text(ranks)} {plural} {rest}"
+
+
 def _merged(findings: list[Finding]) -> list[Finding]:
     """Ranks that are stuck in the same way at the same line are one finding."""
     merged: dict[tuple[str, str | None], Finding] = {}
@@ -332,8 +383,6 @@ def _merged(findings: list[Finding]) -> list[Finding]:
             continue
         held.ranks = sorted({*held.ranks, *finding.ranks})
         held.victims = sorted({*held.victims, *finding.victims} - set(held.ranks))
-        held.title = finding.title.replace(f"rank {finding.ranks[0]} is", f"{ranks_text(held.ranks)} are").replace(
-            f"rank {finding.ranks[0]} ", f"{ranks_text(held.ranks)} "
-        )
+        held.title = _of_all(finding.title, finding.ranks[0], held.ranks)
         held.evidence += [line for line in finding.evidence if line not in held.evidence]
     return sorted(merged.values(), key=lambda f: (f.code == "MC220", -len(f.victims)))

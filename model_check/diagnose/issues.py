@@ -18,6 +18,10 @@ from model_check.rundir.ring import Crumb
 Key = tuple[str, str]  # (operation, call site)
 MessageKey = tuple[str, int, str]  # (send or recv, peer, group)
 _NONE_RETURNED: frozenset[int] = frozenset()
+# Operations with one source or destination, which all ranks must name alike.
+ROOTED_OPS = frozenset(
+    {"broadcast", "reduce", "gather", "scatter", "broadcast_object", "gather_object", "scatter_object"}
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,11 @@ class Issue:
         return self.frame.site if self.frame is not None else ""
 
     @property
+    def root(self) -> int:
+        """The global rank that sends or receives for all; -1 where the operation has none, or it is not known."""
+        return self.peer if self.op in ROOTED_OPS else -1
+
+    @property
     def key(self) -> Key:
         return (self.op, self.site)
 
@@ -53,9 +62,10 @@ class Issue:
         return (self.op, text or self.site)
 
     def describe(self) -> str:
-        """all_reduce of float32[64, 64] at train.py:40"""
+        """all_reduce of float32[64, 64] at train.py:40; broadcast of float32[4], root 0, at train.py:41"""
         shape = f"[{', '.join(map(str, self.shape))}]" if self.shape else ""
         what = f"{self.op} of {self.dtype}{shape}" if self.dtype not in ("none", "") else self.op
+        what += f", root {self.root}," if self.root >= 0 else ""
         where = f" at {self.site}" if self.site else ""
         inside = " (started by DDP or FSDP)" if self.native else ""
         return f"{what}{where}{inside}"

@@ -14,18 +14,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, RankExit, StackDump
 from model_check.diagnose.flight import read_flight
 from model_check.diagnose.following import FollowedRing
 from model_check.diagnose.frames import Frame, ThreadStack, whole
 from model_check.rundir import RunDir, read_json
+from model_check.rundir.files import open_regular
 
 _RANK_FILE = re.compile(r"rank-(\d+)")
 _ROUND = re.compile(r"\.(\d+)\.")
 _FAULT_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)$', re.MULTILINE)
 _LOG_TAIL_BYTES = 16 * 1024
+_LONGEST_LINE_BYTES = 16 << 20  # a record of ours is a few kilobytes
+_MOST_RANKS = 1 << 17  # a number beyond this is damage, not a job
 _KEPT_SAMPLES = 600
 _EARLIER_LIFE_S = 60.0  # a rank writes events before its ring is open, but not for long
 
@@ -38,31 +41,45 @@ class JsonlTail:
         self.records: list[dict[str, Any]] = []
         self._offset = 0
         self._damaged_lines = 0
+        self._inside_long_line = False
 
     def update(self) -> list[str]:
         """Reads on; returns a sentence for what cannot be read."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            with open_regular(self.path) as file:
+                torn = self._read_on(file)
         except FileNotFoundError:
             return []
-        whole, newline, rest = data.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        for line in whole.split(b"\n"):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError:
-                self._damaged_lines += 1
-                continue
-            if isinstance(record, dict):
-                self.records.append(_with_common_names(record))
+        except OSError as error:
+            return [f"{self.path.name}: cannot be read ({error.strerror})"]
         damage = [f"{self.path.name}: {self._damaged_lines} lines are not JSON"] if self._damaged_lines else []
-        return (
-            [*damage, f"{self.path.name}: the last record is torn (its writer was killed)"] if rest.strip() else damage
-        )
+        return [*damage, f"{self.path.name}: the last record is torn (its writer was killed)"] if torn else damage
+
+    def _read_on(self, file: BinaryIO) -> bool:
+        """Takes in the whole lines; True where something stands behind the last of them."""
+        file.seek(self._offset)
+        while True:
+            line = file.readline(_LONGEST_LINE_BYTES)
+            whole = line.endswith(b"\n")
+            if not whole and len(line) < _LONGEST_LINE_BYTES:
+                return bool(line.strip())
+            self._offset += len(line)
+            if whole and not self._inside_long_line:
+                self._take(line)
+            elif whole:
+                self._damaged_lines += 1
+            self._inside_long_line = not whole
+
+    def _take(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            self._damaged_lines += 1
+            return
+        if isinstance(record, dict):
+            self.records.append(_with_common_names(record))
 
 
 def _with_common_names(record: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +114,11 @@ class Place:
     def frame(self, frame: Frame) -> Frame:
         is_script = self.script != "" and frame.file == os.path.normpath(Path(self.cwd, self.script))
         return replace(frame, file=self.script if is_script else frame.file, root=self.cwd)
+
+
+def is_rank(value: Any) -> bool:
+    """A number that a rank, or a number of ranks, can have."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_RANKS
 
 
 def _seconds(body: Mapping[str, Any], key: str = "t") -> float:
@@ -175,7 +197,7 @@ def samples_by_rank(supervisor: Iterable[Mapping[str, Any]]) -> dict[int, list[P
         if record.get("event") != "sample" or not isinstance(record.get("ranks"), dict):
             continue
         for number, body in record["ranks"].items():
-            if str(number).isdigit() and isinstance(body, dict):
+            if str(number).isdecimal() and len(number) < 10 and is_rank(int(number)) and isinstance(body, dict):
                 found.setdefault(int(number), []).append(_sample(_seconds(record), body))
     return {rank: samples[-_KEPT_SAMPLES:] for rank, samples in found.items()}
 
@@ -213,7 +235,8 @@ class Reader:
         found = set()
         for folder, pattern in ((self.run_dir.blackbox_dir, "rank-*.ring"), (self.run_dir.events_dir, "rank-*.jsonl")):
             for path in folder.glob(pattern):
-                if match := _RANK_FILE.search(path.name):
+                match = _RANK_FILE.search(path.name)
+                if match is not None and len(match[1]) < 10 and is_rank(int(match[1])):
                     found.add(int(match[1]))
         return found
 
@@ -233,7 +256,7 @@ class Reader:
         place = Place.of(header)
         # A restarted rank appends to the file of its first life.
         events = tuple(e for e in tail.records if (_seconds(e) or began) >= began - _EARLIER_LIFE_S)
-        exit = exit or _own_farewell(events, whole(header.get("pid")))
+        exit = _first_end(_own_farewell(events, whole(header.get("pid"))), exit)
         dumps = (
             self._cached(p, partial(read_stacks, place=place))
             for p in self._files(self.run_dir.stacks_dir, f"{name}.*json")
@@ -288,7 +311,7 @@ def _round_of(path: Path) -> int:
 
 def _tail(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _LOG_TAIL_BYTES))
             return file.read().decode("utf-8", "replace")
@@ -301,7 +324,7 @@ def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankE
     starts: dict[int, float] = {}
     for record in supervisor:
         rank = record.get("rank")
-        if not isinstance(rank, int):
+        if not is_rank(rank):
             continue
         t = _seconds(record)
         if record.get("event") == "rank_started":
@@ -316,6 +339,13 @@ def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankE
     return exits, starts
 
 
+def _first_end(farewell: RankExit | None, exit: RankExit | None) -> RankExit | None:
+    """A rank that was already leaving when a signal ended it had left."""
+    if farewell is None or exit is None:
+        return exit or farewell
+    return farewell if exit.signal is not None and farewell.t <= exit.t else exit
+
+
 def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int) -> RankExit | None:
     """A rank that says it leaves with code 0 takes part in nothing any more; its process may need seconds to end."""
     for record in events:
@@ -325,8 +355,8 @@ def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int) -> RankExit | N
 
 
 def _world_size(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidence]) -> int:
-    said = [int(r["nproc"]) for r in supervisor if r.get("event") == "job_started" and isinstance(r.get("nproc"), int)]
-    headers = [int(r.header["world_size"]) for r in ranks.values() if isinstance(r.header.get("world_size"), int)]
+    said = [int(r["nproc"]) for r in supervisor if r.get("event") == "job_started" and is_rank(r.get("nproc"))]
+    headers = [int(r.header["world_size"]) for r in ranks.values() if is_rank(r.header.get("world_size"))]
     return max([*said, *headers, *(n + 1 for n in ranks)], default=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.findings import LAST_RECORDED, PLACED_BY_RECORD
 from model_check.diagnose.source import lines_around
 from model_check.rundir import Finding, Verdict
 
@@ -66,7 +67,9 @@ def _source(finding: Finding, color: bool, root: Path | None) -> list[str]:
         return []
     width = _gutter(finding)
     where = f" in {printable(finding.function)}" if finding.function else ""
-    step = f" (step {finding.step})" if finding.step is not None else ""
+    known = [f"step {finding.step}"] if finding.step is not None else []
+    known += [LAST_RECORDED] if finding.code in PLACED_BY_RECORD else []
+    step = f" ({', '.join(known)})" if known else ""
     arrow, bar = _paint("-->", _BLUE, color), _paint("|", _BLUE, color)
     lines = [f"{' ' * width}{arrow} {printable(file)}:{line}{where}{step}"]
     shown = lines_around(file, line, _CONTEXT, str(root) if root is not None else "")

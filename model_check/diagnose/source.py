@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from model_check.diagnose.frames import Frame
 
 _MAX_SOURCE_LINES = 20_000
+_MAX_SOURCE_BYTES = 4 << 20
 _COMMENT = re.compile(r"\s*#[^'\"]*$")
 
 
@@ -20,10 +21,18 @@ _COMMENT = re.compile(r"\s*#[^'\"]*$")
 def source_lines(file: str, root: str = "") -> tuple[str, ...]:
     """The lines of a file; a relative path is looked up under the folder that the process ran in, then under ours."""
     for path in (Path(root, file), Path(file)) if root else (Path(file),):
-        lines = linecache.getlines(str(path))
+        # The name comes from a file that anybody may have written: a pipe would be waited for.
+        lines = linecache.getlines(str(path)) if _is_source(path) else []
         if lines and len(lines) <= _MAX_SOURCE_LINES:
             return tuple(line.rstrip("\n") for line in lines)
     return ()
+
+
+def _is_source(path: Path) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size <= _MAX_SOURCE_BYTES
+    except (OSError, ValueError):
+        return False
 
 
 def source_text(frame: Frame) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from model_check.diagnose import frames
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, StackDump
@@ -61,6 +62,17 @@ class Standing:
     def quiet_samples(self) -> list[ProcSample]:
         since = self.rank.last_progress_t or 0.0
         return [s for s in self.rank.samples if s.t >= since]
+
+    @property
+    def quiet_s(self) -> float | None:
+        """Seconds since its last record."""
+        since = self.rank.last_progress_t
+        return max(0.0, self.evidence.now - since) if since is not None else None
+
+    @cached_property
+    def failed_threads(self) -> list[Mapping[str, Any]]:
+        """Exceptions that ended helper threads of it, oldest first."""
+        return self.rank.happened("thread_exception")
 
     @property
     def busy(self) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+# Nothing that we write comes near it; a file that is larger was not written by us.
+_MAX_JSON_BYTES = 256 << 20
 
 
 def _finite(value: Any) -> Any:
@@ -23,6 +28,15 @@ def _finite(value: Any) -> Any:
 
 def _dumps(record: Any, **kwargs: Any) -> str:
     return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, **kwargs)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading, and refuses with OSError what is not a regular file: a pipe would be waited for."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(fd, "rb")
 
 
 class JsonlWriter:
@@ -84,8 +98,10 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The file's value, or None where it is missing or not JSON."""
+    """The file's value, or None where it is missing, no regular file, or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        with open_regular(path) as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+        return json.loads(data.decode("utf-8")) if len(data) <= _MAX_JSON_BYTES else None
+    except (OSError, ValueError, RecursionError):
         return None

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from model_check.rundir.files import open_regular
+
 VERSION = 1
 HEADER_BYTES = 4096
 STRINGS_BYTES = 256 * 1024
@@ -239,7 +241,7 @@ def _crumb(values: tuple[int, ...], text: Callable[[int], str]) -> Crumb:
 def _parse_header(raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw.rstrip(b"\0"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return header if isinstance(header, dict) and header.get("magic") == "MCRING" else {}
 
@@ -247,7 +249,7 @@ def _parse_header(raw: bytes) -> dict[str, Any]:
 def read_header(path: Path) -> dict[str, Any]:
     """The header alone: cheap enough to poll. Empty where the file is missing or not a ring."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _parse_header(file.read(HEADER_BYTES))
     except OSError:
         return {}
@@ -265,7 +267,8 @@ def read_ring(path: Path) -> RingReading:
     """Everything that can still be read from a ring, whatever happened to its writer."""
     reading = RingReading(path)
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         reading.damage.append(f"{path.name}: cannot be read ({error.strerror})")
         return reading
@@ -321,7 +324,7 @@ class RingTail:
         if inode == self._inode and self._map is not None:
             return True
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 fresh = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError):
             return False

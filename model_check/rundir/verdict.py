@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args
 
 from model_check.rundir.files import read_json, write_json_atomic
 
@@ -13,6 +14,9 @@ SCHEMA = 1
 Outcome = Literal["running", "completed", "failed", "interrupted"]
 Certainty = Literal["proven", "observed", "suspected"]
 Severity = Literal["error", "warning", "info"]
+
+
+_OUTCOMES: tuple[str, ...] = get_args(Outcome)
 
 
 @dataclass
@@ -40,6 +44,25 @@ class Finding:
         return cls(**{k: v for k, v in value.items() if k in known})
 
 
+def _is_finding(value: Any) -> bool:
+    """The fields that readers build on have the types of the contract; the file may come from anywhere."""
+    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("code", "title")):
+        return False
+    lists = [value.get(key, []) for key in ("ranks", "victims", "evidence", "fix")]
+    known = value.get("severity", "error") in get_args(Severity) and value.get("certainty", "observed") in get_args(
+        Certainty
+    )
+    if not known or not all(isinstance(listed, list) for listed in lists):
+        return False
+    numbers, texts = [*lists[0], *lists[1]], [*lists[2], *lists[3]]
+    seconds = value.get("seconds_to_detect")
+    return (
+        all(isinstance(number, int) for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+        and isinstance(seconds, (int, float, NoneType))
+    )
+
+
 @dataclass
 class Verdict:
     """The first finding is the root cause."""
@@ -62,9 +85,12 @@ class Verdict:
     def read(cls, path: Path) -> Verdict | None:
         """The verdict in the file, or None where there is none that can be read."""
         value = read_json(path)
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or value.get("outcome", "running") not in _OUTCOMES:
             return None
-        findings = [Finding.from_json(f) for f in value.get("findings", []) if isinstance(f, dict)]
+        if not isinstance(value.get("exit_code"), (int, NoneType)):
+            return None
+        listed = value.get("findings")
+        findings = [Finding.from_json(f) for f in listed if _is_finding(f)] if isinstance(listed, list) else []
         return cls(
             outcome=value.get("outcome", "running"),
             exit_code=value.get("exit_code"),

@@ -173,7 +173,9 @@ def test_killed_by_an_unknown_sender(stage):
     verdict = stage.verdict(after=0.1)
     finding = verdict.findings[0]
     assert (finding.code, finding.ranks, finding.victims) == ("MC303", [1], [0])
-    assert any("sender is unknown" in e for e in finding.evidence) and verdict.exit_code == 137
+    assert any("sender is not known" in e for e in finding.evidence) and verdict.exit_code == 137
+    assert finding.title == "rank 1 was ended by SIGKILL" and "outside" not in " ".join(finding.evidence)
+    assert f"observed: its last recorded line is {finding.location}" in finding.evidence
 
 
 @pytest.mark.parametrize(("source", "code"), [("kernel", "MC304"), ("cgroup", "MC305")])

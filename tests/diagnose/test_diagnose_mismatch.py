@@ -42,7 +42,27 @@ def test_different_roots_of_a_broadcast_are_a_mismatch(stage):
     for actor in actors:
         actor.collective("broadcast", 40, peer=1 if actor.rank == 2 else 0, open=True)
     finding = stage.first(after=0.5)
-    assert (finding.code, finding.ranks) == ("MC201", [2])
+    assert (finding.code, finding.ranks, finding.victims) == ("MC221", [2], [0, 1])
+    assert finding.title == "rank 2 used root 1, ranks 0 and 1 used root 0 in one broadcast"
+    assert stage.line(finding) == 40 and "root 1, at" in finding.evidence[1]
+
+
+def test_different_roots_are_found_although_nobody_waits(stage):
+    a, b = stage.ranks(2)
+    for actor in (a, b):
+        for _ in range(3):
+            actor.collective("broadcast", 40, peer=0)
+        actor.collective("broadcast", 40, peer=1 if actor is b else 0)
+        actor.collective("all_reduce", 41)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.severity) == ("MC221", [1], "error")
+    assert any("hold the values of different roots" in e for e in finding.evidence)
+
+
+def test_a_root_that_one_rank_did_not_record_is_no_difference(stage):
+    for actor in stage.ranks(2):
+        actor.collective("gather", 40, peer=-1 if actor.rank else 0, open=True)
+    assert stage.findings(after=0.5) == []
 
 
 def test_ranks_that_are_merely_behind_are_not_wrong(stage):

@@ -27,6 +27,7 @@ from fault_endpoints import silent_server, tiny_hub
 
 BIN = Path(sys.executable).parent
 STANDINS = HERE / "standins" / "site-packages"
+CHECKOUT = HERE.parents[1]  # what is tested is this tree, whichever one the environment has installed
 START_LIMIT_S = 120.0  # from the launch to the fault, on a busy machine
 END_LIMIT_S = 20.0  # from an error finding, or our SIGTERM, to the launcher's exit
 POLL_S = 0.02
@@ -137,7 +138,11 @@ def launched(
     """Starts the command with its output in a file; whatever happens, nothing of it survives the block."""
     mark = f"FAULT_RUN={uuid.uuid4().hex}"
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(STANDINS), "FAULT_CLOCK": str(folder / "clock")}
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{STANDINS}{os.pathsep}{CHECKOUT}",
+        "FAULT_CLOCK": str(folder / "clock"),
+    }
     # Sockets are made under TMPDIR, and 107 characters are all a socket's path may have: never below a test's folder.
     temporary = tempfile.mkdtemp(prefix="fault-")
     env |= {"HF_HOME": str(folder / "hf"), "TMPDIR": temporary, **environment}

@@ -29,7 +29,9 @@ CRASHING: dict[str, Entry] = {
         "swallowed exception, the rank drifted off",
         "A rank caught an exception inside a step and went on, and is now out of step with its peers.",
         "After `except: continue` this rank makes one collective less than the others.",
-        "An exception left a forward, backward, collective or loader call, the script went on; then ranks part.",
+        "An exception left a forward, backward, collective or loader call, or its handler printed something, the "
+        "script went on, and then ranks part. An exception that left no trace is inferred where a rank is short of a "
+        "call that stands in a `try` whose handler goes on with the loop.",
         (
             "do not catch exceptions around a part of the step that contains collectives on one rank only",
             "agree on skipping: all_reduce a flag before the backward, then all ranks skip or none",
@@ -37,10 +39,11 @@ CRASHING: dict[str, Entry] = {
         "try: train_step(batch)\nexcept RuntimeError: continue",
     ),
     "MC303": Entry(
-        "killed by a signal from outside",
-        "A rank was ended by a signal; neither the launcher nor the kernel's memory accounting sent it.",
-        "A person, a batch system at its time limit, a container that was stopped.",
-        "The exit status carries the signal; we sent none, and neither cgroup nor kernel log shows a memory kill.",
+        "killed by a signal of an unknown sender",
+        "A rank was ended by a signal that the launcher did not send; who did is not on record.",
+        "A person, a batch system at its time limit, a container that was stopped, the script itself (os.kill).",
+        "The exit status carries the signal; we sent none, and no memory kill is on record in the cgroup or the "
+        "kernel log, as far as they can be read. The line is the last recorded one, not where the signal came from.",
         (
             "ask the batch system (sacct, kubectl describe pod) why it ended the job",
             "look at who else may kill on this host",

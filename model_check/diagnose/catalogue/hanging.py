@@ -35,8 +35,9 @@ HANGING: dict[str, Entry] = {
     "MC203": Entry(
         "dtypes differ",
         "Ranks called the same collective with tensors of different dtype.",
-        "The backend adds bytes without looking at their type: the result is garbage, and nothing stops.",
-        _HISTORY + " Dtypes are compared even though nothing hangs.",
+        "The backend does not look at the type. Where the sizes in bytes agree too, it adds bytes of different "
+        "meaning: the result is garbage, and nothing stops. Where they differ, it may abort on the size, or wait.",
+        _HISTORY + " Dtypes are compared whether anything hangs or not.",
         ("cast to one dtype before the collective: tensor.to(torch.float32)",),
         "loss = loss.half() if rank == 1 else loss\ndist.all_reduce(loss)",
     ),
@@ -197,8 +198,8 @@ HANGING: dict[str, Entry] = {
         "dist.recv(x, 1 - rank); dist.send(y, 1 - rank)   # on both ranks",
     ),
     "MC219": Entry(
-        "stuck in user code",
-        "A rank stands at one line of the script while the others wait for it.",
+        "no progress in user code",
+        "A rank stands at one line of the script while the others wait for it. A warning as long as it may come back.",
         "A sleep, a subprocess that does not end, a blocking call.",
         "It is the rank that nobody waits on behalf of; its stack names the line, and none of the special cases fits.",
         ("look at the named line", "give blocking calls a timeout: subprocess.run(…, timeout=60)"),
@@ -215,5 +216,29 @@ HANGING: dict[str, Entry] = {
             "raise the timeout of the process group if this takes longer than it",
         ),
         "if rank == 0: evaluate(model, all_of_it)   # 20 minutes\ndist.barrier()",
+    ),
+    "MC221": Entry(
+        "different roots",
+        "Ranks called the same broadcast, reduce, gather or scatter and named different roots (src or dst).",
+        "A rank waits for a root that does not send, or nobody waits and the ranks go on with different values. `src` "
+        "and `dst` are ranks of the whole job, also in a subgroup; group_src and group_dst count within the group.",
+        _HISTORY + " The roots of the same number are compared, also where every rank came back from the call.",
+        (
+            "name one root on all ranks; the root of a subgroup is dist.get_global_rank(group, 0)",
+            "look at how the named rank computes src or dst: local rank and global rank differ on several hosts",
+        ),
+        "dist.broadcast(settings, src=local_root)   # 0 here, 1 there",
+    ),
+    "MC222": Entry(
+        "waits for a thread that failed",
+        "The main thread of a rank waits in a queue, an event or a condition, and a helper thread of it has died.",
+        "An exception ends only the thread that raised it. Whoever waits for its next item waits for ever.",
+        "The thread's exception is on record, and after it the main thread stands in a wait between threads.",
+        (
+            "repair the named line; it is where the thread died",
+            "let the thread hand its exception over (queue.put(error)) and raise it again in the main thread",
+            "queue.get(timeout=…) turns the wait into an error",
+        ),
+        "batch = batches.get()   # the prefetching thread died of a KeyError",
     ),
 }

@@ -85,9 +85,11 @@ def _peer(args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, group: Grou
     if call.peer is None:
         return -1
     peer = _argument(args, kwargs, call.peer)
-    if peer is None:
-        return group.global_rank(kwargs.get(f"group_{call.peer[1]}"))
-    return peer if isinstance(peer, int) else -1
+    if peer is not None:
+        return peer if isinstance(peer, int) else -1
+    in_group = kwargs.get(f"group_{call.peer[1]}")
+    # A collective that names no root has rank 0 as its root; a receive that names no sender takes any.
+    return 0 if in_group is None and call.phase == "collective" else group.global_rank(in_group)
 
 
 def describe_tensor(tensor: Any) -> tuple[int, int, int, int, int, int, int]:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from typing import Any, TextIO
 
+from model_check.observe.instrument import retold
 from model_check.observe.instrument.box import BOX
 from model_check.observe.redaction import redact_text, secret_values
 
@@ -36,6 +37,17 @@ def summarize(error: BaseException) -> dict[str, Any]:
         "user_frame": BOX.code.user_frame(frames),
         "thread": threading.current_thread().name,
     }
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        # The line that does not parse never ran, so no frame has it.
+        summary["user_frame"] = BOX.code.describe(error.filename, error.lineno, "<module>")
+    if (origin := retold.original(error)) is not None:
+        told = [BOX.code.describe(f["file"], f["line"], f["function"]) for f in origin["frames"]]
+        summary["origin"] = {
+            **origin,
+            "message": _shown(origin["message"]),
+            "frames": told,
+            "user_frame": BOX.code.user_frame(told),
+        }
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and cause is not error:
         cause_frames = BOX.code.describe_traceback(cause.__traceback__)

@@ -78,7 +78,7 @@ class UserCode:
         """The frames from the outermost to `frame`, as events carry them."""
         frames = []
         while frame is not None:
-            frames.append(self._describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frames.append(self.describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             frame = frame.f_back
         return frames[:_MAX_FRAMES][::-1]
 
@@ -89,9 +89,10 @@ class UserCode:
             code = trace.tb_frame.f_code
             frames.append((code.co_filename, trace.tb_lineno, code.co_name))
             trace = trace.tb_next
-        return [self._describe(*frame) for frame in frames[-_MAX_FRAMES:]]
+        return [self.describe(*frame) for frame in frames[-_MAX_FRAMES:]]
 
-    def _describe(self, file: str, line: int, function: str) -> dict[str, Any]:
+    def describe(self, file: str, line: int, function: str) -> dict[str, Any]:
+        """One frame, its path as it is shown and its source line."""
         import linecache  # only when something went wrong
 
         text = linecache.getline(file, line).strip()

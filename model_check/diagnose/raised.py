@@ -1,0 +1,128 @@
+"""Records of exceptions: the user's line of one, those a script swallowed, and the rule on them: MC302."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.findings import make_finding
+from model_check.diagnose.frames import Frame, innermost_user
+from model_check.rundir import Finding
+from model_check.rundir.ring import Crumb
+
+_STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
+
+
+def last_swallowed(evidence: Evidence, rank: int, before: float = 0.0) -> Mapping[str, Any] | None:
+    """The newest exception that this rank swallowed and not all its peers did: what all do keeps them together."""
+
+    def kind(record: Mapping[str, Any]) -> tuple[object, str]:
+        frame = user_frame(record)
+        return record.get("type"), frame.site if frame is not None else ""
+
+    peers = [r for r in evidence.ranks.values() if r.rank != rank]
+    common = [Counter(kind(record) for record in _caught(peer)) for peer in peers]
+    own = _caught(evidence.of(rank))
+    counts = Counter(kind(record) for record in own)
+    alone = [r for r in own if not common or any(seen[kind(r)] < counts[kind(r)] for seen in common)]
+    known = [r for r in alone if not before or _time(r) <= before]
+    return known[-1] if known else _left_in_the_ring(evidence, rank, before)
+
+
+def _caught(rank: RankEvidence) -> list[Mapping[str, Any]]:
+    """Exceptions from which the script went on, and those whose handler has itself called something recorded."""
+    settled = rank.happened("swallowed_exception")
+    if rank.exceptions:
+        return [*settled]
+    known = {_time(record) for record in settled}
+    last_call = max((c.time_ns for c in rank.crumbs if c.event == "begin"), default=0) / 1e9
+    handled = [r for r in rank.happened("raised") if _time(r) not in known and _time(r) < last_call]
+    return [*settled, *handled]
+
+
+def _left_in_the_ring(evidence: Evidence, rank: int, before: float) -> Mapping[str, Any] | None:
+    """A recorded call that ended with an exception, after which the rank went on: its handler may still be running."""
+
+    def raised(of: RankEvidence) -> list[Crumb]:
+        return [c for c in of.crumbs if c.event == "end" and c.detail.startswith("raised ") and c.phase in _STEP_PHASES]
+
+    own = [c for c in raised(evidence.of(rank)) if not before or c.time_ns / 1e9 <= before]
+    others = [len(raised(r)) for r in evidence.ranks.values() if r.rank != rank]
+    went_on = bool(own) and evidence.of(rank).crumbs[-1].seq > own[-1].seq
+    if not went_on or evidence.of(rank).exceptions or (others and min(others) >= len(own)):
+        return None
+    kind = own[-1].detail.removeprefix("raised ")
+    begin = next((c for c in evidence.of(rank).crumbs if c.seq == own[-1].span), None)
+    frame = {"file": begin.file, "line": begin.line, "function": begin.function} if begin is not None else None
+    return {
+        "type": kind,
+        "message": f"left a call of phase {own[-1].phase}",
+        "t": own[-1].time_ns / 1e9,
+        "user_frame": frame,
+    }
+
+
+def _time(record: Mapping[str, Any]) -> float:
+    t = record.get("t_raised", record.get("t"))
+    return float(t) if isinstance(t, (int, float)) else 0.0
+
+
+def original(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was raised first, where the rank only raised again what one of its worker processes told it."""
+    origin = record.get("origin")
+    return origin if isinstance(origin, dict) and origin.get("type") else record
+
+
+def user_frame(record: Mapping[str, Any]) -> Frame | None:
+    """The user's innermost frame of an exception record, in the process that raised it first."""
+    origin = original(record)
+    if origin is not record and (frame := user_frame(origin)) is not None:
+        return frame
+    given = record.get("user_frame")
+    if isinstance(given, dict) and given.get("file"):
+        return Frame.from_json(given)
+    frames = record.get("frames")
+    parsed = [Frame.from_json(f) for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
+    return innermost_user(reversed(parsed))
+
+
+def raised_at(rank: RankEvidence, record: Mapping[str, Any]) -> Frame | None:
+    """The user's line of an exception; where its frames hold none, the call that the rank was in at that time."""
+    frame = user_frame(record)
+    if frame is not None:
+        return frame
+    moment = _time(record) * 1e9
+    crumb = next((c for c in reversed(rank.crumbs) if c.file and (not moment or c.time_ns <= moment)), None)
+    return Frame(crumb.file, crumb.line, crumb.function, root=rank.cwd) if crumb is not None else None
+
+
+def swallowed_finding(
+    evidence: Evidence,
+    rank: int,
+    record: Mapping[str, Any],
+    victims: Iterable[int],
+    facts: list[str],
+    shown_at: float | None = None,
+) -> Finding:
+    """MC302. `shown_at`: when the drift began to show; the exception itself may be minutes older."""
+    frame = raised_at(evidence.of(rank), record)
+    kind, message = record.get("type", "an exception"), str(record.get("message", "")).split("\n")[0]
+    return make_finding(
+        "MC302",
+        f"rank {rank} swallowed {kind} and drifted away from its peers",
+        ranks=[rank],
+        victims=victims,
+        frame=frame,
+        evidence=[
+            f"observed: {kind}: {message}" + (f", raised at {frame.site}" if frame is not None else ""),
+            "observed: the script caught it and went on; no other rank did the same",
+            *facts,
+        ],
+        certainty="proven",
+        step=evidence.of(rank).step,
+        phase="exception",
+        began=shown_at or _time(record) or None,
+        now=evidence.now,
+    )

@@ -1,0 +1,43 @@
+"""Errors that happened in another process and reach this one as text: of loader workers, pools and executors.
+
+The traceback of such an exception shows where it was raised again. Where it was raised first stands in its text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_HEAD = "Traceback (most recent call last):"
+_CAUGHT = re.compile(r"^'?\"?Caught (?P<type>[\w.]+) (in )?(?P<where>[^\n]{0,120}?)\.?(\n|\\n)Original Traceback ")
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[^\n]+)$', re.MULTILINE)
+_WORD = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(: (?P<message>.*))?$")
+_POOL_CAUSES = ("RemoteTraceback", "_RemoteTraceback")
+
+
+def original(error: BaseException) -> dict[str, Any] | None:
+    """{"type", "message", "frames", "where"} of the first raise, frames outermost first; None: it was raised here."""
+    text = str(error)
+    caught = _CAUGHT.match(text)
+    if caught is not None:
+        # KeyError shows the repr of its text.
+        plain = text if "\n" in text else text.encode().decode("unicode_escape", "replace")
+        return _parse(plain, caught["where"], caught["type"])
+    cause = error.__cause__
+    if type(cause).__name__ in _POOL_CAUSES:
+        return _parse(str(cause).strip().strip('"'), "a worker process of its pool", type(error).__name__)
+    return None
+
+
+def _parse(text: str, where: str, kind: str) -> dict[str, Any] | None:
+    """The last of the tracebacks in the text: exceptions that follow from each other are printed in their order."""
+    _, found, body = text.rpartition(_HEAD)
+    frames = [
+        {"file": m["file"], "line": int(m["line"]), "function": m["function"].strip()} for m in _FRAME.finditer(body)
+    ]
+    if not found or not frames:
+        return None
+    said = [m for line in body.splitlines() if (m := _WORD.match(line))]
+    message = said[-1]["message"] or "" if said else ""
+    named = said[-1]["type"].rpartition(".")[2] if said else kind
+    return {"type": named, "message": message, "frames": frames, "where": where}
