@@ -15,6 +15,7 @@ from model_check.launch.supervisor import Limits
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
 
+_LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "mpiexec", "srun"})
 _OWN_LAUNCHER_S = 10.0  # what torchrun and its like get to end a crashed job in their own way
 
 
@@ -76,6 +77,8 @@ def _run_script(
     from model_check.launch.foreign import ForeignScript, run_script
     from model_check.observe.environment import snapshot_environment
 
+    if not module:
+        _refuse_a_launcher(words)
     script = ForeignScript(words[0], tuple(words[1:]), module)
     script.check()
     directory = RunDir.create(run_dir)
@@ -87,12 +90,25 @@ def _run_script(
     return supervisor.finish(result.outcome, result.exits, result.exit_code), directory
 
 
+def _refuse_a_launcher(words: list[str]) -> None:
+    """A launcher without the `--` would be started once for each rank, and start ranks of its own each time."""
+    name = Path(words[0]).name
+    if name in _LAUNCHERS or (not Path(words[0]).is_file() and shutil.which(words[0])):
+        raise UsageError(
+            f"{name} is a command, not a Python script", remedy=f"write -- in front of it: model-check run -- {name} …"
+        )
+
+
 def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float) -> tuple[Verdict, RunDir]:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
     from model_check.launch.injection import injected_environment
 
     if shutil.which(words[0]) is None:
+        if Path(words[0]).is_file():
+            raise UsageError(
+                f"{words[0]} is not executable", remedy=f"name its interpreter: model-check run -- python {words[0]} …"
+            )
         raise UsageError(f"there is no command {words[0]}", remedy="check the command after --")
     directory = RunDir.create(run_dir)
     limits = Limits(kill_after_s=hang_kill_after_s, own_launcher_s=_OWN_LAUNCHER_S)
@@ -110,4 +126,5 @@ def _show_end(verdict: Verdict, directory: RunDir) -> None:
     from model_check.cli.supervision import short, show_findings
 
     show_findings(verdict)
-    print(f"[model-check] {verdict.outcome}; run directory: {short(directory.root)}", file=sys.stderr, flush=True)
+    code = f" with exit code {verdict.exit_code}" if verdict.exit_code else ""
+    print(f"[model-check] {verdict.outcome}{code}; run directory: {short(directory.root)}", file=sys.stderr, flush=True)

@@ -52,8 +52,10 @@ MISTAKES = [
     (["run", "--nrpoc", "2", "train.py"], "run has no flag --nrpoc; did you mean --nproc?"),
     (["run", "--run_dir", "d", "nowhere.py"], "there is no script nowhere.py"),
     (["run", "--hang-kill-after-s", "-5", "x.py"], "--hang-kill-after-s -5"),
+    (["run", "torchrun", "--nproc-per-node", "2", "x.py"], "write -- in front of it: model-check run -- torchrun …"),
+    (["run", "env", "python", "x.py"], "env is a command, not a Python script"),
 ]
-PARSERS_OWN = MISTAKES[-16:]
+PARSERS_OWN = MISTAKES[-18:]
 
 
 @pytest.mark.parametrize(("arguments", "fragment"), MISTAKES, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
