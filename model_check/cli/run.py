@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from model_check.errors import UsageError
-from model_check.launch.supervisor import Limits
+from model_check.launch.supervisor import Limits, Supervisor
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
 
@@ -57,11 +57,8 @@ def run(
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
     if own_launcher:
-        verdict, directory = _run_command(words, run_dir, hang_kill_after_s)
-    else:
-        verdict, directory = _run_script(words, nproc or 1, module, run_dir, hang_kill_after_s)
-    _show_end(verdict, directory)
-    return verdict.exit_code or 0
+        return _run_command(words, run_dir, hang_kill_after_s)
+    return _run_script(words, nproc or 1, module, run_dir, hang_kill_after_s)
 
 
 def _after_double_dash(words: list[str]) -> bool:
@@ -70,9 +67,7 @@ def _after_double_dash(words: list[str]) -> bool:
     return len(typed) > len(words) and typed[-len(words) - 1] == "--"
 
 
-def _run_script(
-    words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float
-) -> tuple[Verdict, RunDir]:
+def _run_script(words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float) -> int:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.foreign import ForeignScript, run_script
     from model_check.observe.environment import snapshot_environment
@@ -87,7 +82,7 @@ def _run_script(
     result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor)
     if result.outcome == "interrupted":
         supervisor.note_stop(f"interrupted: {result.message}")
-    return supervisor.finish(result.outcome, result.exits, result.exit_code), directory
+    return _show_end(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor, directory)
 
 
 def _refuse_a_launcher(words: list[str]) -> None:
@@ -99,7 +94,7 @@ def _refuse_a_launcher(words: list[str]) -> None:
         )
 
 
-def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float) -> tuple[Verdict, RunDir]:
+def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float) -> int:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
     from model_check.launch.injection import injected_environment
@@ -119,12 +114,13 @@ def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: floa
     if result.interrupted:
         outcome = "interrupted"
         supervisor.note_stop("interrupted by a signal")
-    return supervisor.finish(outcome, None, result.exit_code), directory
+    return _show_end(supervisor.finish(outcome, None, result.exit_code), supervisor, directory)
 
 
-def _show_end(verdict: Verdict, directory: RunDir) -> None:
+def _show_end(verdict: Verdict, supervisor: Supervisor, directory: RunDir) -> int:
     from model_check.cli.supervision import short, show_findings
 
-    show_findings(verdict)
+    show_findings(verdict, supervisor)
     code = f" with exit code {verdict.exit_code}" if verdict.exit_code else ""
     print(f"[model-check] {verdict.outcome}{code}; run directory: {short(directory.root)}", file=sys.stderr, flush=True)
+    return verdict.exit_code or 0

@@ -26,11 +26,12 @@ def supervisor_for(directory: RunDir, limits: Limits) -> Supervisor:
     )
 
 
-def show_findings(verdict: Verdict) -> None:
-    """The findings as a person reads them, root cause first."""
+def show_findings(verdict: Verdict, supervisor: Supervisor) -> None:
+    """The findings as a person reads them, root cause first; one that stands above already takes one line."""
     sys.stdout.flush()
     if verdict.findings:
-        print(render(verdict, color=sys.stderr.isatty()), file=sys.stderr, flush=True)
+        told = supervisor.announcements.told
+        print(render(verdict, color=sys.stderr.isatty(), told_before=told), file=sys.stderr, flush=True)
 
 
 def short(path: Path) -> str:

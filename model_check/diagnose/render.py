@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from model_check.diagnose.collectives import ranks_text
@@ -14,10 +15,18 @@ _BOLD, _BLUE, _RESET = "\x1b[1m", "\x1b[1;34m", "\x1b[0m"
 _CONTEXT = 2
 
 
-def render(verdict: Verdict, *, color: bool = False, source_root: Path | str | None = None) -> str:
-    """All findings, root cause first, and one line that sums them up."""
+def render(
+    verdict: Verdict,
+    *,
+    color: bool = False,
+    source_root: Path | str | None = None,
+    told_before: Callable[[Finding], bool] = lambda _: False,
+) -> str:
+    """All findings, root cause first, and one line that sums them up. What was `told_before` takes one line."""
+    root = Path(source_root) if source_root is not None else None
     blocks = [
-        _finding(finding, color, Path(source_root) if source_root is not None else None) for finding in verdict.findings
+        _head(finding, color) + " (as above)" if told_before(finding) else _finding(finding, color, root)
+        for finding in verdict.findings
     ]
     return "\n\n".join([*blocks, _summary(verdict)])
 
@@ -31,9 +40,13 @@ def _paint(text: str, style: str, color: bool) -> str:
     return f"{style}{text}{_RESET}" if color else text
 
 
+def _head(finding: Finding, color: bool) -> str:
+    code = _paint(f"{finding.severity}[{finding.code}]", _COLORS[finding.severity], color)
+    return f"{code}{_paint(': ' + printable(finding.title), _BOLD, color)}"
+
+
 def _finding(finding: Finding, color: bool, root: Path | None) -> str:
-    head = _paint(f"{finding.severity}[{finding.code}]", _COLORS[finding.severity], color)
-    lines = [f"{head}{_paint(': ' + printable(finding.title), _BOLD, color)}"]
+    lines = [_head(finding, color)]
     lines += _source(finding, color, root)
     bar = _paint("=", _BLUE, color)
     gutter = " " * (_gutter(finding) + 1)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from model_check.launch import waiting
+from model_check.launch.announcing import Announcements
 from model_check.launch.exits import exit_code_recorded
 from model_check.launch.failures import RankExit
 from model_check.launch.gather import FlightRequest, Gatherer
@@ -29,7 +30,6 @@ from model_check.rundir import Finding, RunDir, Verdict
 from model_check.rundir.verdict import Outcome
 
 Examine = Callable[[RunDir, bool], Verdict]
-_Key = tuple[str, tuple[int, ...], str | None]  # what makes a finding the same one: code, ranks, location
 _CRASHES = ("MC1", "MC3", "MC5")  # the families in which a rank ends by itself
 _STANDINGS_FRESH_S = 1.0
 _MOST_ROUNDS = 12  # of stacks in one stall; by then hours have passed
@@ -114,7 +114,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._examine = examine
         self._say = say
-        self._show = show
+        self.announcements = Announcements(show)
         self._limits = limits or Limits()
         self.journal = Journal(run_dir)
         self._gather = Gatherer(run_dir, self.journal, request_flight)
@@ -128,8 +128,6 @@ class Supervisor:
         self._life_at = time.monotonic()
         self._proven_at: float | None = None
         self._close_looks: list[float] = []
-        self._shown: set[_Key] = set()
-        self._patience_s: dict[_Key, float] = {}
         self._first_named_after: dict[tuple[str, tuple[int, ...]], float] = {}
         self._ended = False
         self._standings_at = 0.0
@@ -319,9 +317,7 @@ class Supervisor:
         if not stall.examined or self._crashed:
             return
         self.journal.write("stall_withdrawn", after_s=now - stall.since)
-        for key in self._shown:
-            self._patience_s[key] = max(self._patience_s.get(key, 0.0), 2 * (now - stall.since))
-        self._shown.clear()
+        self.announcements.withdraw(now - stall.since)
         self._first_named_after.clear()
         self._say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
         self._examine_now(now)
@@ -391,7 +387,7 @@ class Supervisor:
         if changed or not self._run_dir.verdict.exists():
             verdict.write(self._run_dir.verdict)
         if live and not self._crashed:  # after a crash the last word is a second away
-            self._show_new(verdict)
+            self.announcements.tell(verdict, now - self._stall.since if self._stall is not None else 0.0)
 
     def _time_it(self, finding: Finding, now: float) -> None:
         """Keeps the time of the first naming: a later examination of the same fault found nothing new."""
@@ -408,22 +404,6 @@ class Supervisor:
     def _first_failure_at(self) -> float | None:
         times = [r.exit.at_monotonic for r in self._ranks.values() if r.exit is not None and r.exit.failed]
         return min(times, default=None)
-
-    def _show_new(self, verdict: Verdict) -> None:
-        """Says each finding once. An error is shown by whoever ends the job, with the final verdict.
-
-        A warning that was withdrawn before (the long save of every epoch) must last twice as long to be said again.
-        """
-        waited = time.monotonic() - self._stall.since if self._stall is not None else 0.0
-        fresh = []
-        for finding in verdict.findings:
-            key = (finding.code, tuple(finding.ranks), finding.location)
-            due = waited >= self._patience_s.get(key, 0.0)
-            if finding.severity == "warning" and key not in self._shown and due:
-                self._shown.add(key)
-                fresh.append(finding)
-        if fresh:
-            self._show(replace(verdict, findings=fresh))
 
     def _decide(self, now: float) -> EndJob | None:
         proven = [f for f in self.verdict.findings if f.severity == "error" and f.certainty == "proven"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -161,6 +162,9 @@ def test_a_hang_is_named_with_its_line_where_nobody_may_trace(tmp_path: Path, py
     assert {dump["error"] for dump in dumps} == {"py-spy is not installed"}
     innermost = {dump["process"]: dump["threads"][-1]["frames"][0]["line"] for dump in dumps}
     assert innermost == {"rank": _STUCK_LINE, "child": _WORKER_LINE}
+    said = (tmp_path / "said").read_text()
+    assert said.count(f"--> stuck.py:{_STUCK_LINE}") == 1, "the finding is told in full once"
+    assert re.search(rf"^warning\[{finding['code']}\]: .* \(as above\)$", said, re.MULTILINE)
 
 
 def test_a_process_that_would_die_of_the_signal_never_gets_it(tmp_path: Path) -> None:
