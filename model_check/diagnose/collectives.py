@@ -146,6 +146,9 @@ def blame_for(
     (common, most), *rest = counts.most_common()
     if rest and most > rest[0][1] and most > len(calls) / 2:
         guilty = tuple(sorted(rank for rank, signature in signatures.items() if signature != common))
+        inside, why = _in_a_branch_of_their_own(calls)
+        if inside and not set(inside) & set(guilty):
+            return inside, why  # a subset of the ranks may well be most of them
         return (
             guilty,
             f"{most} of {len(calls)} ranks agree, {ranks_text(guilty)} differ{'s' if len(guilty) == 1 else ''}",
@@ -213,6 +216,8 @@ def _manner(table: GroupTable, deviant: Issue, usual: Issue) -> Manner:
         return "order"
     if deviant.op in ("barrier", "monitored_barrier"):
         return "missing"
+    if deviant.frame is not None and rank_branch(deviant.frame) and not (usual.frame and rank_branch(usual.frame)):
+        return "extra"
     if own_past and deviant.context == usual.context and deviant.step == usual.step:
         return "order"
     return "extra" if own_past else "order"

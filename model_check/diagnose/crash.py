@@ -19,6 +19,7 @@ from model_check.diagnose.findings import LAST_RECORDED, PLACED_BY_RECORD, make_
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.raised import last_swallowed, original, raised_at, swallowed_finding, user_frame
+from model_check.diagnose.timeouts import gave_up_finding
 from model_check.diagnose.uneven import loader_frame
 from model_check.diagnose.victims import is_lost_peer
 from model_check.diagnose.waits import Wait
@@ -282,6 +283,7 @@ def _exit_code_finding(
     code = end.code if end is not None else None
     exits = rank.happened("exit")
     via = str(exits[-1].get("via") or "") if exits else ""
+    words = str(exits[-1].get("message") or "").split("\n")[0][:160] if exits else ""
     frame = (user_frame(exits[-1]) if exits else None) or rank.last_site()
     missed = bool(victims) or _others_go_on(evidence, rank)
     swallowed = last_swallowed(evidence, rank.rank)
@@ -289,7 +291,7 @@ def _exit_code_finding(
         return swallowed_finding(evidence, rank.rank, swallowed, victims, facts)
     return make_finding(
         "MC313",
-        f"{ranks_text(ranks)} exited with code {code} without an exception",
+        f"{ranks_text(ranks)} exited with code {code}" + (f": {words}" if words else " without an exception"),
         ranks=ranks,
         victims=victims,
         frame=frame,
@@ -335,6 +337,9 @@ def _only_victims(
     facts = [f"observed: rank {first.rank.rank} lost its peer: {text}", *waiting_text(waits, waiting)]
     if gone:
         return [departed_finding(evidence, tables, gone, victims, facts)]
+    held_up = gave_up_finding(evidence, tables, first.rank.rank, first.exception or {}, victims, waits)
+    if held_up is not None:
+        return [held_up]
     for number in evidence.all_ranks:
         record = last_swallowed(evidence, number)
         if record is not None:

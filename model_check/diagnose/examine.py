@@ -7,6 +7,7 @@ follows from an explanation is not reported beside it.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from dataclasses import replace
 
 from model_check.diagnose.collectives import Matcher
@@ -111,40 +112,37 @@ def _outcome(evidence: Evidence, findings: list[Finding]) -> tuple[Outcome, int 
     running = evidence.live and (not exits or len(exits) < len(evidence.ranks))
     if running:
         return "running", None
-    own = _own_code(evidence, findings)
+    guilty = [rank for finding in findings if finding.severity == "error" for rank in finding.ranks]
+    own = _own_code(evidence, guilty)
     if evidence.ended is not None:
         # The launcher's last word; the guilty rank's own code goes before the one it made of all of them.
-        outcome, code = evidence.ended
-        return outcome, own if outcome == "failed" and own is not None else code
+        outcome, made = evidence.ended
+        return outcome, own if outcome == "failed" and own is not None else made
     why = evidence.stopped_why.lower()
     if any(word in why for word in _INTERRUPTING) and not why.startswith(("hang", "proven")):
         return "interrupted", _STOPPED_AND_SAVED if any(e.code == _STOPPED_AND_SAVED for e in exits) else None
-    if own is not None:
-        return "failed", own
-    errors = [f for f in findings if f.severity == "error"]
-    if why.startswith(("hang", "proven")) or any(f.certainty == "proven" and f.code[:3] == "MC2" for f in errors):
+    failures = sorted(find_failures(evidence), key=lambda f: (f.victim, f.began))
+    if (code := _own_code(evidence, [*guilty, *(f.rank.rank for f in failures)])) is not None:
+        return "failed", code
+    if why.startswith(("hang", "proven")) or any(
+        f.severity == "error" and f.certainty == "proven" and f.code[:3] == "MC2" for f in findings
+    ):
         return "failed", _EXIT_CODE_OF_A_HANG
-    if find_failures(evidence):
+    if failures:
         return "failed", 1
     if len(exits) < evidence.world_size or not exits:
         return ("running", None) if evidence.live else ("interrupted", None)
     return "completed", 0
 
 
-def _own_code(evidence: Evidence, findings: list[Finding]) -> int | None:
-    """The code of the guilty rank, else of the first that failed. How a rank leaves when we end it is not its own."""
-    errors = [f for f in findings if f.severity == "error"]
-    failures = sorted(find_failures(evidence), key=lambda f: (f.victim, f.began))
-    named = [f for f in failures if errors and f.rank.rank in errors[0].ranks and not f.victim]
-    for failure in [*named, *failures]:
-        end = failure.rank.exit
-        if end is None or end.ok:
-            continue
-        if evidence.ended_by_us(failure.rank.rank):
-            said = failure.rank.happened("exit")
-            code = said[-1].get("code") if said else None
-            if isinstance(code, int) and code:
-                return code
-            continue
-        return end.code if end.code is not None else 128 + (end.signal or int(signal.SIGKILL))
+def _own_code(evidence: Evidence, ranks: Iterable[int]) -> int | None:
+    """The first code with which one of these ranks failed, or said it would: how it ends when we end it is not its."""
+    for rank in map(evidence.of, ranks):
+        end = rank.exit
+        if end is not None and not end.ok and not evidence.ended_by_us(rank.rank):
+            return end.code if end.code is not None else 128 + (end.signal or int(signal.SIGKILL))
+        said = rank.happened("exit")
+        code = said[-1].get("code") if said else None
+        if isinstance(code, int) and code:
+            return code
     return None

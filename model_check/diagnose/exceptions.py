@@ -14,7 +14,8 @@ _WORKER = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpec
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
 _NO_GPU = re.compile(
     r"invalid device ordinal|no CUDA GPUs are available|devices? (is|are) busy or unavailable|Duplicate GPU detected|"
-    r"no CUDA-capable device|Found no NVIDIA driver|Torch not compiled with CUDA",
+    r"no CUDA-capable device|Found no NVIDIA driver|Torch not compiled with CUDA|"
+    r"has no attribute '_cuda_",  # a torch without CUDA that is asked for a device
     re.I,
 )
 _DEVICE_OOM = re.compile(r"(CUDA|HIP|MPS|XPU) ?(error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)

@@ -63,7 +63,7 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
         suspects = _idle_alone(evidence, waits)
     if not suspects and waits:
         return _transfer_stuck(evidence, waits)
-    return _merged([_classify(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
+    return _merged([classify_standing(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
 
 
 def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list[int]]:
@@ -129,7 +129,8 @@ def _transfer_stuck(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Findi
     ]
 
 
-def _classify(evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]) -> Finding:
+def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]) -> Finding:
+    """What a rank that does not move is doing, as a finding."""
     rank = evidence.of(number)
     standing = Standing(evidence, rank)
     waiting = sorted(set(victims) - {number})

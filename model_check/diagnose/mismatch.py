@@ -38,10 +38,16 @@ def _finding(evidence: Evidence, divergence: Divergence) -> Finding:
             facts=_calls(divergence),
             shown_at=max(issue.t for issue in divergence.calls.values()),
         )
-    short = short_of_data(evidence, divergence.calls, divergence.calls) if divergence.kind == "op" else []
+    short = short_of_data(evidence, divergence.calls, divergence.calls) if _calls_differ(divergence) else []
     if short:
         return uneven_finding(evidence, short, set(divergence.calls) - set(short), _calls(divergence))
     return _plain(evidence, divergence)
+
+
+def _calls_differ(divergence: Divergence) -> bool:
+    """The ranks stand at different places of the script, not at one with different tensors."""
+    sites = {issue.site for issue in divergence.calls.values()}
+    return divergence.kind == "op" or (divergence.kind == "shape" and len(sites) > 1)
 
 
 def _plain(evidence: Evidence, divergence: Divergence) -> Finding:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, RankExit, StackDump
 from model_check.diagnose.flight import read_flight
@@ -116,7 +116,7 @@ class Place:
         return replace(frame, file=self.script if is_script else frame.file, root=self.cwd)
 
 
-def is_rank(value: Any) -> bool:
+def is_rank(value: Any) -> TypeGuard[int]:
     """A number that a rank, or a number of ranks, can have."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_RANKS
 

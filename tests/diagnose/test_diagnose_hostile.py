@@ -97,19 +97,15 @@ JSON = st.recursive(
     max_leaves=6,
 )
 # The names that rules look for, with values that they do not expect.
-RECORD = st.fixed_dictionaries(
-    {
-        "event": st.sampled_from(
-            "exception raised swallowed_exception thread_exception exit group versions memory loader_worker "
-            "job_started job_ended rank_started rank_exited signal_sent stopped stall oom port sample".split()
-        )
-    },
-    optional={
-        key: JSON
-        for key in "t rank pid code signal type message frames user_frame origin thread ranks nproc outcome exit_code "
-        "why t_raised where name arguments via rss".split()
-    },
+EVENTS = (
+    *("exception", "raised", "swallowed_exception", "thread_exception", "exit", "group", "versions", "memory"),
+    *("job_started", "job_ended", "rank_started", "rank_exited", "signal_sent", "stopped", "stall", "oom", "sample"),
 )
+FIELDS = (
+    *("t", "rank", "pid", "code", "signal", "type", "message", "frames", "user_frame", "origin", "thread", "ranks"),
+    *("nproc", "outcome", "exit_code", "why", "t_raised", "where", "name", "arguments", "via", "rss"),
+)
+RECORD = st.fixed_dictionaries({"event": st.sampled_from(EVENTS)}, optional=dict.fromkeys(FIELDS, JSON))
 
 
 @settings(

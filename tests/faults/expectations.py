@@ -112,6 +112,8 @@ MISMATCHES = (
     hang("root_mismatch", "MC221", (2,), nproc=4, severity="error", says=("root 1", "ranks 0, 1 and 3 used root 0")),
     hang("barrier_rank0_after_loader", "MC206 MC207", (0,), severity="error", says=("barrier", "all_reduce")),
     hang("validate_rank0_ddp", "MC206 MC207", (0,), severity="error", says=("if rank == 0", "barrier")),
+    hang("barrier_some_ranks", "MC206", (0, 1), nproc=3, severity="error", says=("if rank in (0, 1)", "all_reduce")),
+    hang("zero_consolidate_rank0", "MC206 MC207", (0,), severity="error", says=("broadcast", "all_reduce")),
     hang("p2p_cycle", "MC218", (0, 1), severity="error", says=("recv",)),
     hang("group_cycle", "MC218", (0, 1, 2), nproc=3, severity="error"),
 )
@@ -123,6 +125,7 @@ STUCK = (
     hang("uneven_data", "MC205", (1,), severity="error", says=("barrier",)),
     hang("uneven_data_return", "MC205", (2,), nproc=3, severity="error"),
     hang("uneven_epoch_eval", "MC205", (1,), severity="error", says=("all_gather", "all_reduce")),
+    hang("eval_batches_differ", "MC205", (1,), severity="error", says=("all_reduce",)),
     hang("stopped", "MC209", (1,), severity="warning", says=("SIGSTOP",)),
     hang("gil_held", "MC210", (1,), severity="warning"),
     hang("gil_held_regex", "MC210", (0,), severity="warning"),
@@ -147,6 +150,7 @@ STUCK = (
     hang("stdin_wait", "MC215", (0,), severity="warning", stdin="open"),
     hang("breakpoint_left", "MC215", (1,), severity="warning", stdin="open"),
     hang("stuck_subprocess", "MC219", (1,), severity="warning", says=("sleep",)),
+    hang("group_timeout", "MC219", (1,), severity="error", exit_code=1, says=("gave up", "4000ms")),
     hang("stuck_sleep_in_forward", "MC219", (3,), nproc=4, severity="warning"),
 )
 
@@ -186,6 +190,7 @@ CRASHES = (
 
 STARTS = (
     crash("port_taken", "MC103", (0,), says=("{port}", "{holder}"), arguments=("--port", "{port}")),
+    crash("no_gpu", "MC104", (1,), exit_code=1),
     slow("import_storm", "MC101", None, nproc=4),
     crash("directory_race", "MC107", None, exit_code=1, says=("FileExistsError", "checkpoints")),
     slow(

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from model_check.observe.instrument import memory
 from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.exceptions import NOTES, summarize
+from model_check.observe.instrument.exceptions import NOTES, shown, summarize
 from model_check.observe.instrument.spans import is_wrapped
 
 
@@ -40,10 +40,12 @@ class _Ending:
             memory.mark("memory error")
         BOX.event("exception", handled=False, **summarize(error))
 
-    def asked(self, code: int, via: str, frame: FrameType | None) -> None:
-        """sys.exit, exit or os._exit was called, here."""
+    def asked(self, code: int, via: str, frame: FrameType | None, message: str = "") -> None:
+        """sys.exit, exit or os._exit was called, here; sys.exit may have been given words instead of a code."""
         frames = BOX.code.describe_stack(frame)
         self.exit_call = {"code": code, "via": via, "user_frame": BOX.code.user_frame(frames)}
+        if message:
+            self.exit_call["message"] = shown(message)
 
     def write(self) -> None:
         """The last event of the process."""
@@ -114,9 +116,10 @@ def _wrap_exit(module: ModuleType, name: str) -> None:
         caller = sys._getframe(1)
         # A spawned child of multiprocessing always ends this way, whatever its function did.
         if BOX.recorder is not None and threading.current_thread() is threading.main_thread():
-            code = _exit_code(args[0] if args else kwargs.get("code"))
+            given = args[0] if args else kwargs.get("code")
+            code = _exit_code(given)
             if code or not caller.f_code.co_filename.endswith("multiprocessing/spawn.py"):
-                ENDING.asked(code, "sys.exit", caller)
+                ENDING.asked(code, "sys.exit", caller, given if isinstance(given, str) else "")
         return original(*args, **kwargs)
 
     functools.update_wrapper(call, original, assigned=("__doc__", "__name__"), updated=())

@@ -32,7 +32,7 @@ def summarize(error: BaseException) -> dict[str, Any]:
     frames = BOX.code.describe_traceback(error.__traceback__)
     summary: dict[str, Any] = {
         "type": type(error).__name__,
-        "message": _shown(str(error)),
+        "message": shown(str(error)),
         "frames": frames,
         "user_frame": BOX.code.user_frame(frames),
         "thread": threading.current_thread().name,
@@ -44,7 +44,7 @@ def summarize(error: BaseException) -> dict[str, Any]:
         told = [BOX.code.describe(f["file"], f["line"], f["function"]) for f in origin["frames"]]
         summary["origin"] = {
             **origin,
-            "message": _shown(origin["message"]),
+            "message": shown(origin["message"]),
             "frames": told,
             "user_frame": BOX.code.user_frame(told),
         }
@@ -53,13 +53,14 @@ def summarize(error: BaseException) -> dict[str, Any]:
         cause_frames = BOX.code.describe_traceback(cause.__traceback__)
         summary["cause"] = {
             "type": type(cause).__name__,
-            "message": _shown(str(cause)),
+            "message": shown(str(cause)),
             "user_frame": BOX.code.user_frame(cause_frames),
         }
     return summary
 
 
-def _shown(message: str) -> str:
+def shown(message: str) -> str:
+    """Words of the script's as an event may carry them: of bounded length, and without its secrets."""
     return redact_text(message[:_MAX_MESSAGE], secret_values(os.environ))
 
 

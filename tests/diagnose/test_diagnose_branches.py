@@ -1,0 +1,112 @@
+"""What the source says about the way to a line, and the verdicts that rest on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from model_check.diagnose.branches import rank_branch, swallowing_handler
+from model_check.diagnose.frames import Frame
+
+
+def at(tmp_path, source: str, line: int) -> Frame:
+    path = tmp_path / "script.py"
+    assert not path.exists(), "sources are remembered by their path"
+    path.write_text(source)
+    return Frame(str(path), line, "f")
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["rank == 0", "dist.get_rank() == 0", "is_main_process()", "self.is_global_zero", "args.local_rank in (-1, 0)"],
+)
+def test_a_condition_on_the_rank_around_the_line(tmp_path, test):
+    branch = rank_branch(at(tmp_path, f"if {test}:\n    work()\n", 2))
+    assert branch is not None and branch.test == f"if {test}" and branch.site.endswith("script.py:1")
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [("if rank == 0:\n    a()\nelse:\n    b()\n", 4), ("if rank == 0: a()\n", 1), ("if rank:\n  with x:\n    a()", 3)],
+)
+def test_the_other_branch_a_single_line_and_an_inner_block_count_too(tmp_path, source, line):
+    assert rank_branch(at(tmp_path, source, line)) is not None
+
+
+def test_a_function_that_is_called_only_under_the_condition(tmp_path):
+    source = "def save():\n    barrier()\n\ndef end():\n    save()\n\nif rank == 0:\n    end()\n"
+    branch = rank_branch(at(tmp_path, source, 2))
+    assert branch is not None and branch.site.endswith(":7")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def save():\n    barrier()\n\nif rank == 0:\n    save()\nsave()\n",  # called elsewhere too
+        "if step > 3:\n    barrier()\n",  # a condition on something else
+        "if rank == 0:\n    pass\nbarrier()\n",
+        "def f():\n    f()\n",  # nobody but itself calls it
+        "this is not Python\nat all",
+    ],
+)
+def test_lines_that_all_ranks_may_reach(tmp_path, source):
+    line = next((n for n, text in enumerate(source.splitlines(), 1) if "barrier()" in text), 2)
+    assert rank_branch(at(tmp_path, source, line)) is None
+
+
+def test_a_handler_that_goes_on_with_the_loop(tmp_path):
+    source = "for x in xs:\n    try:\n        step(x)\n    except (KeyError, ValueError):\n        bad += 1\n"
+    handler = swallowing_handler(at(tmp_path, source, 3))
+    assert handler is not None and handler.text == "except (KeyError, ValueError):" and handler.frame.line == 4
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "try:\n    pass\n    step(x)\nexcept KeyError:\n    pass\n",  # no loop to go on with
+        "for x in xs:\n    try:\n        step(x)\n    except KeyError:\n        raise\n",
+        "for x in xs:\n    try:\n        step(x)\n    except KeyError:\n        break\n",
+        "for x in xs:\n    try:\n        step(x)\n    except KeyboardInterrupt:\n        pass\n",
+        "for x in xs:\n    try:\n        pass\n    except KeyError:\n        pass\n    step(x)\n",
+    ],
+)
+def test_handlers_that_do_not(tmp_path, source):
+    line = next(n for n, text in enumerate(source.splitlines(), 1) if "step(x)" in text)
+    assert swallowing_handler(at(tmp_path, source, line)) is None
+
+
+def test_a_call_under_a_condition_on_the_rank_is_the_wrong_one(stage):
+    stage.source("def validate():\n    loss.backward()\n\nif rank == 0:\n    validate()\nbarrier()\n")
+    a, b = stage.ranks(2)
+    stage.train(3)
+    a.collective("all_reduce", 2, open=True, native=True)
+    b.collective("barrier", 6, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC207", [0], [1]) and stage.line(finding) == 2
+    assert any("`if rank == 0` at" in e and e.endswith("train.py:4") for e in finding.evidence)
+
+
+def test_loaders_that_ended_alike_are_not_uneven(stage):
+    stage.source("\n" * 60)
+    a, b = stage.ranks(2)
+    stage.train(6)
+    for actor in (a, b):
+        actor.exhausted()
+    a.collective("barrier", 50, open=True)
+    b.span("data", 20)
+    b.span("forward", 30)
+    b.collective("all_reduce", 40, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC206", [0]) and stage.line(finding) == 50
+
+
+def test_a_rank_that_left_with_one_call_less_behind_a_quiet_handler(stage):
+    stage.source(
+        "\n" * 37 + "for batch in batches:\n    try:\n        dist.all_reduce(x)\n    except KeyError:\n        pass\n"
+    )
+    a, b = stage.ranks(2)
+    stage.train(5)
+    a.collective(open=True)
+    b.exits(0, via="return")
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC302", [1], [0]) and stage.line(finding) == 41
+    assert "probably" in finding.title and any("`except KeyError:`" in e for e in finding.evidence)
