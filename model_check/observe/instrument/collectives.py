@@ -95,6 +95,8 @@ def _peer(args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, group: Grou
 def describe_tensor(tensor: Any) -> tuple[int, int, int, int, int, int, int]:
     """(dtype, bytes, number of dimensions, the first four) of a tensor, or of the first of a list of tensors."""
     if isinstance(tensor, (list, tuple)):
+        if len(tensor) == 1:
+            return describe_tensor(tensor[0])
         if not tensor:
             return _NO_TENSOR
         dtype, _, ndim, d0, d1, d2, d3 = describe_tensor(tensor[0])

@@ -87,7 +87,7 @@ def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any],
         operator.group,
         operator.peer,
     )
-    redispatch = target.redispatch
+    redispatch = target._handle.redispatch_boxed  # what `target.redispatch` calls, without a frame of its own
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = BOX.recorder

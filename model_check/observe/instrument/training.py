@@ -21,34 +21,52 @@ _OPTIMIZER = SpanKind("optimizer")
 
 
 class _Now:
-    """What is open at the moment. Of the process, not of a thread: autograd runs on threads of its own."""
+    """What is open at the moment. Of the process, not of a thread: autograd runs on threads of its own.
 
-    data = 0
-    forward = False
-    backward = 0
-    forwards_left = _FORWARDS_PER_STEP
-    optimizer: tuple[Recorder, int] | None = None
+    One object with slots: assigning to a class would throw away the interpreter's caches at every step.
+    """
 
-    @classmethod
-    def forget(cls) -> None:
-        cls.data, cls.forward, cls.backward = 0, False, 0
-        cls.forwards_left, cls.optimizer = _FORWARDS_PER_STEP, None
+    __slots__ = ("backward", "data", "forward", "forwards_left", "optimizer")
+
+    def __init__(self) -> None:
+        self.data = 0
+        self.forward = False
+        self.backward = 0
+        self.forwards_left = _FORWARDS_PER_STEP
+        self.optimizer: tuple[Recorder, int] | None = None
+
+
+_NOW = _Now()
 
 
 def forget_after_fork() -> None:
-    _Now.forget()
+    _NOW.__init__()  # type: ignore[misc]
 
 
-def _counted(original: Original, counter: str) -> Original:
-    """The same function; `_Now` knows while it runs."""
+def _during_data(original: Original) -> Original:
+    """The same function; it is known while it runs."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        setattr(_Now, counter, getattr(_Now, counter) + 1)
+        _NOW.data += 1
         try:
             return original(*args, **kwargs)
         finally:
-            setattr(_Now, counter, getattr(_Now, counter) - 1)
+            _NOW.data -= 1
+
+    return call
+
+
+def _during_backward(original: Original) -> Original:
+    """The same function; it is known while it runs."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _NOW.backward += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _NOW.backward -= 1
 
     return call
 
@@ -56,7 +74,7 @@ def _counted(original: Original, counter: str) -> Original:
 def patch_loader(module: Any) -> None:
     """torch.utils.data.dataloader: each batch, the start of an iterator, and the workers behind it."""
     base = module._BaseDataLoaderIter
-    base.__next__ = spanned(_counted(base.__next__, "data"), "data", adopt=True)
+    base.__next__ = spanned(_during_data(base.__next__), "data", adopt=True)
     module.DataLoader.__iter__ = spanned(
         module.DataLoader.__iter__, "data", describe=lambda args, kwargs: "iter", adopt=True
     )
@@ -81,7 +99,7 @@ def patch_module_call(module: Any) -> None:
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _Now.forward or _Now.backward or _Now.data or torch.compiler.is_compiling():
+        if _NOW.forward or _NOW.backward or _NOW.data or torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         return _outermost_call(original, self, args, kwargs)
 
@@ -90,8 +108,8 @@ def patch_module_call(module: Any) -> None:
 
 def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recorder = BOX.recorder
-    _Now.forwards_left -= 1
-    if recorder is None or _Now.forwards_left < 0:
+    _NOW.forwards_left -= 1
+    if recorder is None or _NOW.forwards_left < 0:
         return original(module, *args, **kwargs)
     try:
         NOTES.moved_on()
@@ -99,7 +117,7 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
     except Exception as error:
         BOX.give_up(error)
         return original(module, *args, **kwargs)
-    _Now.forward = True
+    _NOW.forward = True
     try:
         result = original(module, *args, **kwargs)
     except BaseException as error:
@@ -107,7 +125,7 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
         NOTES.left_a_call(error, "forward")
         raise
     finally:
-        _Now.forward = False
+        _NOW.forward = False
     BOX.end(recorder, _FORWARD, span)
     return result
 
@@ -115,7 +133,7 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
 def patch_autograd(module: Any) -> None:
     """torch.autograd: Tensor.backward comes here too."""
     original = module.backward
-    recorded = spanned(_counted(original, "backward"), "backward", adopt=True)
+    recorded = spanned(_during_backward(original), "backward", adopt=True)
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -144,20 +162,20 @@ def _optimizer_begins(optimizer: Any) -> None:
     if recorder is None:
         return
     NOTES.moved_on()
-    if _Now.optimizer is not None:
+    if _NOW.optimizer is not None:
         # The last one raised: torch calls no hook then.
-        BOX.end(_Now.optimizer[0], _OPTIMIZER, _Now.optimizer[1], "raised")
-    _Now.optimizer = recorder, BOX.begin(recorder, _OPTIMIZER, type(optimizer).__name__)
+        BOX.end(_NOW.optimizer[0], _OPTIMIZER, _NOW.optimizer[1], "raised")
+    _NOW.optimizer = recorder, BOX.begin(recorder, _OPTIMIZER, type(optimizer).__name__)
 
 
 def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or _Now.optimizer is None:
+    if torch.compiler.is_compiling() or _NOW.optimizer is None:
         return
-    recorder, span = _Now.optimizer
-    _Now.optimizer = None
+    recorder, span = _NOW.optimizer
+    _NOW.optimizer = None
     if recorder is not BOX.recorder:
         return
     BOX.end(recorder, _OPTIMIZER, span)
     BOX.step_done(recorder)
-    _Now.forwards_left = _FORWARDS_PER_STEP
+    _NOW.forwards_left = _FORWARDS_PER_STEP
     memory.mark_now_and_then()
