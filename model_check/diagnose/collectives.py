@@ -96,12 +96,20 @@ def _mismatch(table: GroupTable, calls: dict[int, Issue]) -> Kind | None:
     sizes = {size for issue in issues if (size := _size(issue)) is not None}
     if len(sizes) > 1:
         if op in SAME_SIZE_OPS:
-            return "shape"
+            return "op" if _out_of_step(table, issues) else "shape"
         if op == "all_gather" and not all(table.completed(issue) for issue in issues):
             if _leaves_routine(table, issues):
                 return "op"
             return "shape" if table.equal_gathers else None
     return None
+
+
+def _out_of_step(table: GroupTable, issues: Sequence[Issue]) -> bool:
+    """The ranks make different calls here, each of which another rank has made too: they have lost step."""
+    if len({issue.text_key for issue in issues}) == 1:
+        return False
+    made = {issue.rank: {past.key for past in table.history(issue.rank, issue.seq)} for issue in issues}
+    return all(any(issue.key in made[other.rank] for other in issues if other is not issue) for issue in issues)
 
 
 def _leaves_routine(table: GroupTable, issues: Iterable[Issue]) -> bool:
@@ -125,7 +133,7 @@ def _signature(issue: Issue, kind: Kind) -> object:
         return issue.root
     if kind == "crossed":
         return issue.text_key
-    return (issue.op, _size(issue) if issue.op == "all_gather" else None)
+    return (issue.op, _size(issue) if issue.op in SAME_SIZE_OPS or issue.op == "all_gather" else None)
 
 
 def _judge(table: GroupTable, seq: int, calls: dict[int, Issue], kind: Kind) -> Divergence:

@@ -84,6 +84,7 @@ class RankLog:
             context=self._context,
             native=bool(crumb.flags & FLAG_NATIVE),
             peer=crumb.peer,
+            thread=crumb.thread,
         )
         if len(issues) > _ISSUES:
             oldest = next(iter(issues))

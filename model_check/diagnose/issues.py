@@ -41,6 +41,7 @@ class Issue:
     context: str = ""
     native: bool = False
     peer: int = -1
+    thread: int = 0  # native id; 0 where it is not known
 
     @property
     def site(self) -> str:

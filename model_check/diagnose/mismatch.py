@@ -55,7 +55,8 @@ def _plain(evidence: Evidence, divergence: Divergence) -> Finding:
     code = _code(divergence)
     first = divergence.first_call()
     everybody = sorted(set(divergence.table.members) | set(calls))
-    facts = [*_calls(divergence), *([f"inferred: {divergence.blame}"] if divergence.blame else [])]
+    facts = [*_calls(divergence), *_threads(evidence, calls)]
+    facts += [f"inferred: {divergence.blame}"] if divergence.blame else []
     if not guilty:
         facts.append("inferred: nothing in the history says which of these ranks is the wrong one, so none is blamed")
     facts.append(_consequence(divergence))
@@ -118,6 +119,8 @@ def _title(divergence: Divergence, code: str) -> str:
         return f"{who} called {first.op} with {first.dtype}, its peers with {others.dtype}"
     if code == "MC208":
         return f"{who} call{'s' if one else ''} two collectives of the same size in swapped order"
+    if first.op == others.op:
+        return f"{who} called {first.describe()} where the other ranks called {others.describe()}"
     return f"{who} called {first.op} where the other ranks called {others.op}"
 
 
@@ -135,6 +138,21 @@ def _calls(divergence: Divergence) -> list[str]:
     return [
         f"observed: {where}: {ranks_text(ranks)} called {text}"
         for text, ranks in _grouped(divergence.calls.items()).items()
+    ]
+
+
+def _threads(evidence: Evidence, calls: Mapping[int, Issue]) -> list[str]:
+    """Where some of the calls come from helper threads: no order holds between two threads of a rank."""
+    helpers = [
+        rank
+        for rank, issue in calls.items()
+        if issue.thread and not issue.native and issue.thread != evidence.of(rank).main_thread
+    ]
+    if not helpers or len(helpers) == len(calls):
+        return []
+    return [
+        f"observed: {ranks_text(helpers)} called it on a helper thread, the others on the main thread",
+        "inferred: two threads of a rank use one group, and their order differs between ranks; give each its own group",
     ]
 
 

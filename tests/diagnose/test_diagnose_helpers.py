@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from model_check.diagnose import render
 
 THREADING = "/usr/lib/python3.11/threading.py"
@@ -121,3 +123,15 @@ def test_the_line_of_a_killed_rank_is_called_the_last_recorded_one(stage):
     stage.train(3)
     b.exits(None, signal=9)
     assert f"{stage.script}:45 in train (step 2, last recorded line)" in render(stage.verdict(after=0.1))
+
+
+def test_collectives_of_two_threads_in_one_group_are_told_apart(stage):
+    a, b = stage.ranks(2)
+    stage.train(3)
+    helper = threading.Thread(target=lambda: a.collective("barrier", 50, open=True))
+    helper.start()
+    helper.join()
+    b.collective("all_reduce", 40, open=True)
+    finding = stage.first(after=0.5)
+    assert finding.ranks == [0] and stage.line(finding) == 50
+    assert any("rank 0 called it on a helper thread" in e for e in finding.evidence)

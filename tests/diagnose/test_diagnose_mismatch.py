@@ -87,6 +87,23 @@ def test_different_sizes(stage):
     assert any("float32[8]" in e for e in findings[0].evidence) and any("float32[5]" in e for e in findings[0].evidence)
 
 
+def test_calls_of_other_sizes_that_all_ranks_know_are_a_step_lost_not_a_wrong_size(stage):
+    ranks = stage.ranks(3)
+    for step in range(12):
+        for actor in ranks:
+            if step != 10 or actor.rank != 1:
+                actor.collective("all_reduce", 40, shape=(72,), native=True, open=step == 10)
+            if step % 5 == 0 and (step < 10 or actor.rank == 1):
+                actor.collective("all_reduce", 50, shape=(1,), open=step == 10)
+            if step == 10:
+                continue
+            actor.recorder.steps += 1
+        if step == 10:
+            break
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC206", [1], [0, 2]) and stage.line(finding) == 50
+
+
 def test_same_number_of_elements_in_another_shape_is_fine(stage):
     a, b = stage.ranks(2)
     stage.train(6)
