@@ -156,7 +156,7 @@ def _fill(model: Llama, config: Config, layout: Layout, place: Place) -> None:
     model.to_empty(device="cpu" if offloads else place.device)
     if offloads:
         model.rotary.to(place.device)  # buffers are not offloaded
-    initialize(model, seed=config.system.seed, init_std=config.model.init_std)
+    initialize(model, seed=config.system.seed, init_std=config.model.init_std, draw_on=place.device)
     if config.model.init == "pretrained" and config.model.model_path:
         load_pretrained(model, config.model.model_path)
 
