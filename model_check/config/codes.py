@@ -38,6 +38,7 @@ SHARD_WITHOUT_HSDP = "MC854"
 LAYOUT_PRECISION = "MC855"
 LAYOUT_WITHOUT_FSDP = "MC856"
 CONTEXT_NOT_DIVISIBLE = "MC857"
+STATES_NEED_WHOLE = "MC858"
 NOT_AVAILABLE_YET = "MC860"
 
 MEANINGS: dict[str, str] = {
@@ -77,5 +78,6 @@ MEANINGS: dict[str, str] = {
     LAYOUT_PRECISION: "the layout does not run in this number format",
     LAYOUT_WITHOUT_FSDP: "a key of the fsdp section asks for something the strategy cannot do",
     CONTEXT_NOT_DIVISIBLE: "sequences cannot be cut over that many context ranks",
+    STATES_NEED_WHOLE: "8-bit optimizer states go with whole parameters, and the layout cuts them",
     NOT_AVAILABLE_YET: "the engine of this version cannot do what is asked",
 }

@@ -157,9 +157,7 @@ class TrainingSection(Section):
     scheduler: SchedulerSection = SchedulerSection()
     eval_interval: NonNegative = Field(default=0, description="Steps between evaluations. 0: never.")
     eval_batches: Count = Field(default=8, description="Batches per rank and evaluation.")
-    compile: Switch = Field(
-        default="auto", description="torch.compile of each block. `auto`: on GPUs, without tensor slices."
-    )
+    compile: Switch = Field(default="auto", description="torch.compile of each block. `auto`: on GPUs.")
     fused_loss: Switch = Field(
         default="auto",
         description="Output head and cross-entropy in chunks, logits never whole. `auto`: where it saves memory.",

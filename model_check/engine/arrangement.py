@@ -127,9 +127,8 @@ def _transform(model: Llama, config: Config, layout: Layout, mesh: Any, precisio
         from model_check.models.recompute import apply_activation_checkpointing
 
         apply_activation_checkpointing(model, config.parallel.activation_checkpointing)
-    # Compiled blocks drop the gradient of an embedding cut by vocabulary (torch 2.13), so slices run uncompiled.
     wanted = config.training.compile
-    if wanted == "on" or (wanted == "auto" and place.device.type == "cuda" and layout.tensor == 1):
+    if wanted == "on" or (wanted == "auto" and place.device.type == "cuda"):
         apply_compile(model)
 
 

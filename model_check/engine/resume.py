@@ -47,12 +47,7 @@ def _plain_tensors(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     if flatten is None:
         yield name, value
         return
-    if local is not value:
-        raise CheckpointError(
-            f"{name} is quantized and sharded, and such a state cannot be saved",
-            remedy="set training.optimizer_states=bf16, parallel.strategy=ddp, or checkpoint.interval=0",
-            code="MC608",
-        )
+    assert local is value, f"{name} is quantized and sharded, which the configuration refuses"
     for part in flatten()[0]:
         yield f"{name}.{part}", getattr(local, part)
 

@@ -56,8 +56,8 @@ def initialize(
 ) -> None:
     """Norms to one; matrices normal with `init_std`, narrower by sqrt(2 * layers) where they add to the residual.
 
-    draw_on: the device whose generator is used; None: where each parameter lives. A GPU draws other numbers than a host,
-    so parameters that only live on the host (offloaded ones) are drawn, one at a time, where they are used.
+    draw_on: the device whose generator is used; None: where each parameter lives. A GPU draws other numbers than a
+    host, so parameters that live on the host only (offloaded ones) are drawn, one at a time, where they are used.
     """
     norm_weights = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
     for name, parameter in model.named_parameters():

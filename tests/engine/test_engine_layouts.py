@@ -121,9 +121,13 @@ def test_8bit_states_without_their_package_name_it() -> None:
         import torchao  # noqa: F401
     except ImportError:
         with pytest.raises(ModelError, match="needs the torchao package"):
-            build_optimizer(SimpleModel(8, 1), config("training.optimizer_states=8bit").training)
+            build_optimizer(
+                SimpleModel(8, 1), config("parallel.strategy=ddp", "training.optimizer_states=8bit").training
+            )
     else:
-        optimizer = build_optimizer(SimpleModel(8, 1), config("training.optimizer_states=8bit").training)
+        optimizer = build_optimizer(
+            SimpleModel(8, 1), config("parallel.strategy=ddp", "training.optimizer_states=8bit").training
+        )
         assert "8bit" in type(optimizer).__name__
 
 
