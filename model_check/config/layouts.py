@@ -171,7 +171,7 @@ def _strategy_problems(config: Config) -> list[Problem]:
 
 
 def _state_problems(config: Config) -> list[Problem]:
-    """Moments of 8 bits are scaled in blocks of a whole tensor: those of a shard could not be read by another layout."""
+    """Moments of 8 bits are scaled in blocks of a tensor; those of a shard would say nothing to another layout."""
     parallel = config.parallel
     cuts = [
         f"parallel.{name}={size}"
