@@ -55,7 +55,7 @@ MEANINGS: dict[str, str] = {
     HEADS_NOT_DIVISIBLE: "num_heads is not a multiple of num_kv_heads",
     ODD_HEAD: "the head dimension is odd, and rotary positions rotate pairs",
     SIZES_MISSING: "there is no model_path, and the sizes do not define a model",
-    NOTHING_PRETRAINED: "init is pretrained, but no model_path says which weights",
+    NOTHING_PRETRAINED: "init is pretrained and no model_path says which weights, or random and it names only weights",
     PRETRAINED_RESHAPED: "a size differs from that of the pretrained weights",
     UNKNOWN_MODEL: "model_path is neither a built-in shape, nor a folder, nor a hub id",
     MODEL_FOLDER: "config.json of the model folder is missing, damaged, or not of a LLaMA",

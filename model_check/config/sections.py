@@ -42,8 +42,8 @@ class ModelSection(Section):
 
     model_path: Name | None = Field(
         default=None,
-        description="Built-in shape (`llama-3.1-8b`, `14b`), hub id, or local Hugging Face folder. "
-        "null: the sizes below define the model.",
+        description="Built-in shape (`llama-3.1-8b`, `14b`), hub id, or local Hugging Face folder; with "
+        "init=pretrained also a .pt or .safetensors file. null, or such a file: the sizes below define the model.",
     )
     init: Literal["random", "pretrained"] = Field(
         default="random",
