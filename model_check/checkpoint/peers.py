@@ -5,6 +5,7 @@ A collective of a background thread on the group that training uses would be mat
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,8 @@ class Peers:
         self.group = dist.new_group(backend="gloo", timeout=_PATIENCE) if several else None
         self.rank = dist.get_rank() if several else 0
         self.world_size = dist.get_world_size() if several else 1
+        host = socket.gethostname()
+        self.ranks_on_host = self.gather(host).count(host)
 
     @property
     def is_first(self) -> bool:

@@ -1,13 +1,16 @@
 """Saving while training goes on: copy, write, agree, commit.
 
-save()      training waits: the plan, and the copy of this rank's share to host memory
-a thread    writes the share, tells the other ranks how that went; rank 0 commits when all of them wrote well
-poll()      brings the outcome back to the training thread: a save that failed is always reported
+prepare()     before the first save: memory for the copies is made beside training
+save()        training waits: the plan, and the copy of this rank's share
+hold_update() before each optimizer step: the device finishes a copy that is still under way
+a thread      writes the share, tells the other ranks how that went; rank 0 commits when all of them wrote well
+poll()        brings the outcome back to the training thread: a save that failed is always reported
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 import time
@@ -18,13 +21,17 @@ from typing import Any
 
 from model_check.checkpoint import layout
 from model_check.checkpoint.manifest import Manifest, TensorEntry
+from model_check.checkpoint.parts import Part, Written, write_parts
 from model_check.checkpoint.peers import Peers
-from model_check.checkpoint.shards import HostBuffer, Part, Written, collect_parts, write_parts
+from model_check.checkpoint.shards import collect_parts
+from model_check.checkpoint.staging import Limits, Staged, Staging
 from model_check.errors import CheckpointError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # The manifest, and what a file system needs to keep a file.
 _ROOM_BESIDES_TENSORS = 1 << 16
+# More than this many writers only wait for each other at the disk.
+_MOST_WRITERS = 4
 
 
 @dataclass(frozen=True)
@@ -60,12 +67,15 @@ class Saver:
         name: str,
         background: bool = True,
         retention: Retention | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Continues `lineage`; without one, opens a new lineage called `name` in the directory."""
         self._peers = peers
         self._background = background
         self._retention = retention or Retention()
-        self._buffer = HostBuffer()
+        self._staging = Staging(limits)
+        self._staged: Staged | None = None
+        self._writers = max(1, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // peers.ranks_on_host))
         self._thread: threading.Thread | None = None
         self._saved: list[Saved] = []
         self.lineage, self._owner = self._agree_on_folder(directory, lineage, name)
@@ -89,32 +99,60 @@ class Saver:
         assert answer is not None, "rank 0 always answers"
         return answer
 
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Makes memory for background saves of such a state, beside training. Collective; does nothing on the CPU."""
+        if self._background:
+            parts = collect_parts(dict(state), self._peers.group)
+            self._staging.prepare(parts, ranks_on_host=self._peers.ranks_on_host)
+
     def save(self, step: int, state: Mapping[str, Any], extra: Mapping[str, Any], *, wait: bool = False) -> float:
-        """Saves `state` (name to tensor); returns the seconds that training waited. `wait`: until it is committed."""
+        """Saves `state` (name to tensor); returns the seconds that the host waited. `wait`: until it is committed."""
         began = time.perf_counter()
         self.wait()
         parts = collect_parts(dict(state), self._peers.group)
-        copies, note = None, ""
-        if self._background and not wait:
-            try:
-                copies = self._buffer.copy(parts)
-            except (RuntimeError, MemoryError) as error:
-                share = sum(part.data.nbytes for part in parts)
-                note = f"no host memory for a copy of {share:,} bytes ({error}): training waits for this save"
-        if copies is not None:
+        staged = self._staged = self._stage(parts, waits=wait or not self._background)
+        if staged.is_copy:
             # A daemon: a rank that fails must end at once, whatever its unfinished save is waiting for.
             self._thread = threading.Thread(
-                target=self._finish, args=(step, copies, dict(extra), began), name="checkpoint", daemon=True
+                target=self._finish, args=(step, staged, dict(extra), began), name="checkpoint", daemon=True
             )
             self._thread.start()
         else:
-            self._finish(step, parts, dict(extra), began, note)
+            self._finish(step, staged, dict(extra), began)
         return time.perf_counter() - began
+
+    def _stage(self, parts: Sequence[Part], *, waits: bool) -> Staged:
+        if waits:
+            return self._staging.live(parts)
+        try:
+            return self._staging.copy(parts)
+        except (RuntimeError, MemoryError) as error:
+            staged = self._staging.live(parts)
+            share = sum(part.nbytes for part in parts)
+            staged.note = f"no host memory for a copy of {share:,} bytes ({error}): training waits for this save"
+            return staged
+
+    def hold_update(self) -> None:
+        """What the device is given next comes after the copy of the save under way; the host does not wait."""
+        if self._staged is not None:
+            self._staged.hold_update()
+
+    def device_wait_s(self) -> float | None:
+        """How long the device stood still for the last save, said once, as soon as it is known."""
+        waited = self._staged.device_wait_s() if self._staged is not None else None
+        if waited is not None:
+            self._staged = None
+        return waited
 
     def poll(self) -> list[Saved]:
         """The saves that ended since the last call."""
         ended, self._saved = self._saved, []
         return ended
+
+    @property
+    def is_saving(self) -> bool:
+        """A save is being written in the background."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Until no save is under way."""
@@ -122,16 +160,19 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _finish(self, step: int, parts: Sequence[Part], extra: dict[str, Any], began: float, note: str = "") -> None:
+    def _finish(self, step: int, staged: Staged, extra: dict[str, Any], began: float) -> None:
         target = self.lineage / layout.folder_name(step)
-        needed = sum(part.data.nbytes for part in parts)
+        needed = sum(part.nbytes for part in staged.parts)
         error: CheckpointError | None = None
         try:
-            error, needed = self._write_and_commit(step, parts, extra, target)
+            staged.settle()
+            error, needed = self._write_and_commit(step, staged.parts, extra, target)
         except (OSError, RuntimeError) as failure:
             # A peer that died in the middle ends the job too; the outcome says that this save does not exist.
             error = CheckpointError(f"the save of step {step} was cut short ({failure})", code="MC608")
-        self._saved.append(Saved(step, target, needed, time.perf_counter() - began, error, note))
+        finally:
+            staged.release()
+        self._saved.append(Saved(step, target, needed, time.perf_counter() - began, error, staged.note))
 
     def _write_and_commit(
         self, step: int, parts: Sequence[Part], extra: dict[str, Any], target: Path
@@ -139,7 +180,7 @@ class Saver:
         """Every rank comes out of here with the same answer."""
         staging = layout.staging_folder(self.lineage, step, self._owner)
         fault = self._attempt(lambda: self._make_staging(staging)) if self._peers.is_first else None
-        mine = (fault, sum(part.data.nbytes for part in parts), shutil.disk_usage(self.lineage).free)
+        mine = (fault, sum(part.nbytes for part in parts), shutil.disk_usage(self.lineage).free)
         everybody = self._peers.gather(mine)
         needed = sum(share for _, share, _ in everybody)
         free = min(room for _, _, room in everybody)
@@ -151,7 +192,7 @@ class Saver:
             file = staging / f"rank_{self._peers.rank:05d}.bin"
 
             def write() -> None:
-                written.extend(write_parts(file, parts))
+                written.extend(write_parts(file, parts, threads=self._writers))
 
             fault = self._attempt(write) if parts else None
             reports = self._peers.gather((fault, written))

@@ -1,7 +1,7 @@
 """The storage behind torch.distributed.checkpoint: one plain file of bytes a rank, no pickles.
 
-DCP decides who writes which part of which tensor, and who reads it back under another layout. The two halves of a save
-are apart here: DCP's plan and the copy to host memory happen while training waits, the writing happens later.
+DCP decides who writes which part of which tensor, and who reads it back under another layout. Here a save is only
+planned: `staging` copies the parts while training waits, `parts` writes them later.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +25,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from model_check.checkpoint.manifest import BLOCK_BYTES, Chunk, Manifest, TensorEntry, new_hash
+from model_check.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from model_check.checkpoint.parts import Part
 from model_check.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank writes of one tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    data: Tensor
-
-
-@dataclass(frozen=True)
-class Written:
-    """A part that lies on disk."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunk: Chunk
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -59,38 +35,6 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"torch has no number format {name!r}", remedy="read it with a newer torch", code="MC601")
     return dtype
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's bytes as a flat uint8 tensor; no copy where it is contiguous."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-class HostBuffer:
-    """Host memory that the copies of a background save live in, kept from save to save.
-
-    On a GPU it is pinned: the first save pays for that, the later ones copy at the speed of the bus.
-    """
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, parts: Sequence[Part]) -> list[Part]:
-        """The same parts with their data in host memory, which stays as it is while training goes on."""
-        total = sum(part.data.nbytes for part in parts)
-        on_gpu = any(part.data.device.type == "cuda" for part in parts)
-        if self._memory.numel() < total:
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
-        copies, at = [], 0
-        for part in parts:
-            size = part.data.nbytes
-            place = self._memory[at : at + size].view(part.data.dtype).view(part.data.shape)
-            place.copy_(part.data, non_blocking=True)
-            copies.append(Part(part.name, part.shape, part.offsets, place))
-            at += size
-        if on_gpu:
-            torch.cuda.synchronize()
-        return copies
 
 
 class PartCollector(StorageWriter):
@@ -114,7 +58,7 @@ class PartCollector(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         parts = [self._part(item, planner) for item in plan.items]
         # Wide numbers first: every chunk then begins at a multiple of its number's size without any padding.
-        self.parts = sorted(parts, key=lambda part: (-part.data.element_size(), part.name, part.offsets))
+        self.parts = sorted(parts, key=lambda part: (-part.dtype.itemsize, part.name, part.offsets))
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -124,7 +68,7 @@ class PartCollector(StorageWriter):
         data = planner.resolve_data(item)
         assert isinstance(data, Tensor) and item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
         chunk = item.tensor_data.chunk
-        return Part(item.index.fqn, tuple(item.tensor_data.size), tuple(chunk.offsets), data.detach())
+        return Part.of(item.index.fqn, tuple(item.tensor_data.size), tuple(chunk.offsets), data.detach())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The manifest is made from what was really written, not from the plan."""
@@ -132,27 +76,6 @@ class PartCollector(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def write_parts(path: Path, parts: Sequence[Part]) -> list[Written]:
-    """Writes one rank's file, hashing on the way; returns after the bytes are on the disk."""
-    written: list[Written] = []
-    at = 0
-    with path.open("xb") as file:
-        for part in parts:
-            flat = as_bytes(part.data.to("cpu")).numpy().data
-            digest = new_hash()
-            for begin in range(0, len(flat), BLOCK_BYTES):
-                block = flat[begin : begin + BLOCK_BYTES]
-                file.write(block)
-                digest.update(block)
-            sizes = tuple(part.data.shape)
-            chunk = Chunk(part.offsets, sizes, path.name, at, len(flat), digest.hexdigest())
-            written.append(Written(part.name, dtype_name(part.data.dtype), part.shape, chunk))
-            at += len(flat)
-        file.flush()
-        os.fsync(file.fileno())
-    return written
 
 
 def read_chunk(folder: Path, entry: TensorEntry, chunk: Chunk) -> Tensor:

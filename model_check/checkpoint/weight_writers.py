@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model_check.checkpoint.manifest import Manifest, TensorEntry
+from model_check.checkpoint.parts import Part, write_parts
 from model_check.checkpoint.weight_files import (
     MODEL_PREFIX,
     SAFETENSORS_FILE,
@@ -33,16 +34,14 @@ _BLOCK_BYTES = 1 << 22
 
 def write_sharded(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
     """Our own form, holding weights only: `--resume` starts from it at step 0."""
-    from model_check.checkpoint.shards import Part, Written, write_parts
-
     extra = {"shape": metadata.get("shape"), "converted": True}
     with _whole_folder(target) as scratch:
         entries: dict[str, TensorEntry] = {}
         files: dict[str, int] = {}
         for number, (name, tensor) in enumerate(tensors.items()):
             value = tensor.read()
-            part = Part(f"{MODEL_PREFIX}{name}", tensor.shape, (0,) * value.ndim, value)
-            written: Written = write_parts(scratch / f"weights_{number:05d}.bin", [part])[0]
+            part = Part.of(f"{MODEL_PREFIX}{name}", tensor.shape, (0,) * value.ndim, value)
+            written = write_parts(scratch / f"weights_{number:05d}.bin", [part])[0]
             entries[part.name] = TensorEntry(written.dtype, written.shape, (written.chunk,))
             files[written.chunk.file] = written.chunk.bytes
         step = metadata.get("step")

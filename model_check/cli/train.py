@@ -18,6 +18,7 @@ from model_check.cli.flags import configured, flag_values, gpu_count_from_enviro
 from model_check.config import Config, check_world, to_jsonable, unsupported
 from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
+from model_check.launch.guard import RUN_DIR_VARIABLE
 from model_check.observe.redaction import redact_text
 from model_check.rundir import Finding, RunDir, Verdict, write_json_atomic
 
@@ -134,6 +135,9 @@ def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resum
         os.environ, run_dir=directory.root, gpus=visible, device=config.system.device
     )
     _check(config, context.world_size)
+    # Under `model-check run` this process records into that directory already.
+    if os.environ.get(RUN_DIR_VARIABLE) != str(directory.root):
+        directory.set_aside_earlier_life(context.rank, context.world_size)
     if context.rank == 0:
         _write_identity(directory, config)
     train_rank(context, TrainOrder(config, resume))

@@ -2,7 +2,7 @@
 
 from model_check.config.load import from_jsonable, load_config, validate_config
 from model_check.config.presets import DEFAULT_PRESET, PRESETS, preset_path
-from model_check.config.resolve import resolve_shape
+from model_check.config.resolve import resolve_shape, weights_file
 from model_check.config.schema import Config, to_jsonable
 from model_check.config.shapes import SHAPES, ModelShape, RopeScaling
 from model_check.config.validate import check_world, unsupported
@@ -22,4 +22,5 @@ __all__ = [
     "to_jsonable",
     "unsupported",
     "validate_config",
+    "weights_file",
 ]

@@ -38,6 +38,7 @@ SHARD_WITHOUT_HSDP = "MC854"
 LAYOUT_PRECISION = "MC855"
 LAYOUT_WITHOUT_FSDP = "MC856"
 CONTEXT_NOT_DIVISIBLE = "MC857"
+STATES_NEED_WHOLE = "MC858"
 NOT_AVAILABLE_YET = "MC860"
 
 MEANINGS: dict[str, str] = {
@@ -54,7 +55,7 @@ MEANINGS: dict[str, str] = {
     HEADS_NOT_DIVISIBLE: "num_heads is not a multiple of num_kv_heads",
     ODD_HEAD: "the head dimension is odd, and rotary positions rotate pairs",
     SIZES_MISSING: "there is no model_path, and the sizes do not define a model",
-    NOTHING_PRETRAINED: "init is pretrained, but no model_path says which weights",
+    NOTHING_PRETRAINED: "init is pretrained and no model_path says which weights, or random and it names only weights",
     PRETRAINED_RESHAPED: "a size differs from that of the pretrained weights",
     UNKNOWN_MODEL: "model_path is neither a built-in shape, nor a folder, nor a hub id",
     MODEL_FOLDER: "config.json of the model folder is missing, damaged, or not of a LLaMA",
@@ -77,5 +78,6 @@ MEANINGS: dict[str, str] = {
     LAYOUT_PRECISION: "the layout does not run in this number format",
     LAYOUT_WITHOUT_FSDP: "a key of the fsdp section asks for something the strategy cannot do",
     CONTEXT_NOT_DIVISIBLE: "sequences cannot be cut over that many context ranks",
+    STATES_NEED_WHOLE: "8-bit optimizer states go with whole parameters, and the layout cuts them",
     NOT_AVAILABLE_YET: "the engine of this version cannot do what is asked",
 }

@@ -16,7 +16,7 @@ _CUT_BY_TENSOR = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"
 
 def layout_problems(config: Config) -> list[Problem]:
     """What is wrong with the layout whatever the number of ranks."""
-    rules = (_shape_problems, _context_problems, _format_problems, _strategy_problems)
+    rules = (_shape_problems, _context_problems, _format_problems, _strategy_problems, _state_problems)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -168,3 +168,31 @@ def _strategy_problems(config: Config) -> list[Problem]:
             )
         )
     return problems
+
+
+def _state_problems(config: Config) -> list[Problem]:
+    """Moments of 8 bits are scaled in blocks of a tensor; those of a shard would say nothing to another layout."""
+    parallel = config.parallel
+    cuts = [
+        f"parallel.{name}={size}"
+        for name, size in (
+            ("tensor", parallel.tensor),
+            ("pipeline", parallel.pipeline),
+            ("context", parallel.context),
+        )
+        if size > 1
+    ]
+    if parallel.strategy in ("fsdp", "hsdp"):
+        cuts.insert(0, f"parallel.strategy={parallel.strategy}")
+    elif config.fsdp.cpu_offload:
+        cuts.insert(0, "fsdp.cpu_offload=true")
+    if config.training.optimizer_states != "8bit" or not cuts:
+        return []
+    return [
+        Problem(
+            codes.STATES_NEED_WHOLE,
+            "training.optimizer_states",
+            f"training.optimizer_states=8bit needs whole parameters, and {cuts[0]} keeps them in shards",
+            "set it to bf16, or the layout to parallel.strategy=ddp alone",
+        )
+    ]

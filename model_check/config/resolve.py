@@ -13,6 +13,7 @@ from model_check.config.shapes import ModelShape, built_in_shape, nearest_shapes
 from model_check.errors import ConfigError, Problem, UsageError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_WEIGHTS_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 _OVERRIDES = (
     "num_layers",
     "hidden_size",
@@ -54,8 +55,8 @@ def resolve_shape(model: ModelSection, vocab_size: int | None = None) -> ModelSh
 
 
 def base_shape(model_path: str | None) -> ModelShape | None:
-    """The shape a path names: a folder that is there wins over a built-in name. None for null."""
-    if model_path is None:
+    """The shape a path names: a folder that is there wins over a built-in name. None for null, or plain weights."""
+    if model_path is None or weights_file(model_path) is not None:
         return None
     folder = _existing_folder(model_path)
     if folder is not None:
@@ -68,6 +69,17 @@ def base_shape(model_path: str | None) -> ModelShape | None:
             code=codes.UNKNOWN_MODEL,
         )
     return shape
+
+
+def weights_file(model_path: str | None) -> Path | None:
+    """The path, where it is a plain file of weights: it holds tensors of some shape, but does not say which model."""
+    if model_path is None or Path(model_path).suffix not in _WEIGHTS_SUFFIXES:
+        return None
+    try:
+        path = Path(model_path).expanduser()
+        return path if path.is_file() else None
+    except (OSError, RuntimeError, ValueError):  # as for a folder
+        return None
 
 
 def may_be_hub_id(model_path: str) -> bool:
@@ -87,7 +99,16 @@ def size_problems(model: ModelSection, base: ModelShape | None) -> list[Problem]
     """What is wrong with the sizes, as far as they are known: a hub id may not have told its shape yet."""
     if model.init == "pretrained" and base is not None:
         return _reshaped(model, base)
-    if model.model_path is None:
+    if weights_file(model.model_path) is not None and model.init == "random":
+        return [
+            Problem(
+                codes.NOTHING_PRETRAINED,
+                "model.model_path",
+                f"model.model_path={model.model_path} is a file of weights, and model.init=random takes none",
+                "set model.init to pretrained, or model.model_path to a shape",
+            )
+        ]
+    if base is None and (model.model_path is None or weights_file(model.model_path) is not None):
         missing = [name for name in ("num_layers", "hidden_size", "num_heads") if getattr(model, name) is None]
         if missing:
             names = " and ".join(f"model.{name}" for name in missing)
@@ -95,11 +116,17 @@ def size_problems(model: ModelSection, base: ModelShape | None) -> list[Problem]
                 Problem(
                     codes.SIZES_MISSING,
                     f"model.{missing[0]}",
-                    f"model.model_path is null and {names} {'is' if len(missing) == 1 else 'are'} null too",
+                    f"{_without_sizes(model)} and {names} {'is' if len(missing) == 1 else 'are'} null too",
                     "set the sizes, or set model.model_path to a shape such as llama-3.1-8b",
                 )
             ]
     return _head_problems(model, base)
+
+
+def _without_sizes(model: ModelSection) -> str:
+    if model.model_path is None:
+        return "model.model_path is null"
+    return f"model.model_path={model.model_path} is a file of weights, which says no sizes,"
 
 
 def _reshaped(model: ModelSection, base: ModelShape) -> list[Problem]:

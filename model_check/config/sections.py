@@ -42,8 +42,8 @@ class ModelSection(Section):
 
     model_path: Name | None = Field(
         default=None,
-        description="Built-in shape (`llama-3.1-8b`, `14b`), hub id, or local Hugging Face folder. "
-        "null: the sizes below define the model.",
+        description="Built-in shape (`llama-3.1-8b`, `14b`), hub id, or local Hugging Face folder; with "
+        "init=pretrained also a .pt or .safetensors file. null, or such a file: the sizes below define the model.",
     )
     init: Literal["random", "pretrained"] = Field(
         default="random",
@@ -157,9 +157,7 @@ class TrainingSection(Section):
     scheduler: SchedulerSection = SchedulerSection()
     eval_interval: NonNegative = Field(default=0, description="Steps between evaluations. 0: never.")
     eval_batches: Count = Field(default=8, description="Batches per rank and evaluation.")
-    compile: Switch = Field(
-        default="auto", description="torch.compile of each block. `auto`: on GPUs, without tensor slices."
-    )
+    compile: Switch = Field(default="auto", description="torch.compile of each block. `auto`: on GPUs.")
     fused_loss: Switch = Field(
         default="auto",
         description="Output head and cross-entropy in chunks, logits never whole. `auto`: where it saves memory.",

@@ -209,9 +209,7 @@ def check_world(config: Config, world_size: int) -> list[Problem]:
 
 def unsupported(config: Config) -> list[Problem]:
     """What the schema knows and the engine of this version does not do."""
-    compiles_slices = config.training.compile == "on" and config.parallel.tensor > 1
     asked = {
-        "training.compile": (f"on with parallel.tensor={config.parallel.tensor}", compiles_slices, "auto or off"),
         "launch.start": (config.launch.start, config.launch.start == "gate", "warm"),
         "debug.dump_gb": (config.debug.dump_gb, config.debug.dump_gb != 2.0, "2.0"),
         "launch.low_memory": ("true", config.launch.low_memory, "false"),

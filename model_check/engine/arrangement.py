@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from model_check.config import Config, resolve_shape
+from model_check.checkpoint.weight_files import open_weights
+from model_check.config import Config, resolve_shape, weights_file
+from model_check.engine import resume
 from model_check.engine.passes import Passes, WholeModel, replicate
 from model_check.engine.place import Place, join_alone
 from model_check.engine.precision import Precision
@@ -127,9 +129,8 @@ def _transform(model: Llama, config: Config, layout: Layout, mesh: Any, precisio
         from model_check.models.recompute import apply_activation_checkpointing
 
         apply_activation_checkpointing(model, config.parallel.activation_checkpointing)
-    # Compiled blocks drop the gradient of an embedding cut by vocabulary (torch 2.13), so slices run uncompiled.
     wanted = config.training.compile
-    if wanted == "on" or (wanted == "auto" and place.device.type == "cuda" and layout.tensor == 1):
+    if wanted == "on" or (wanted == "auto" and place.device.type == "cuda"):
         apply_compile(model)
 
 
@@ -156,9 +157,15 @@ def _fill(model: Llama, config: Config, layout: Layout, place: Place) -> None:
     model.to_empty(device="cpu" if offloads else place.device)
     if offloads:
         model.rotary.to(place.device)  # buffers are not offloaded
-    initialize(model, seed=config.system.seed, init_std=config.model.init_std)
-    if config.model.init == "pretrained" and config.model.model_path:
+    initialize(model, seed=config.system.seed, init_std=config.model.init_std, draw_on=place.device)
+    if config.model.init != "pretrained" or not config.model.model_path:
+        return
+    path = weights_file(config.model.model_path)
+    if path is None:
         load_pretrained(model, config.model.model_path)
+    else:
+        whole = resume.model_shapes(build_meta_model(model.shape))
+        resume.load_weights(model, open_weights(path), whole, instead=resume.PRETRAINED)
 
 
 def _with_passes(

@@ -35,7 +35,8 @@ class StepInfo:
     eta_s: float
     stop: bool
     val_loss: float | None = None
-    save_pause_s: float | None = None  # training waited this long for the checkpoint of this step
+    # Training waited this long for a checkpoint: the host after the step that saved; the device in the step after it.
+    save_pause_s: float | None = None
 
     def record(self) -> dict[str, Any]:
         fields = dict(self.__dict__)

@@ -20,8 +20,12 @@ from model_check.checkpoint.manifest import Manifest
 from model_check.checkpoint.weight_files import Weights, clean_name
 from model_check.errors import CheckpointError
 from model_check.models import own_name
+from model_check.models.distribute import fill
 
 _MOST_NAMES = 6
+# What else to do about weights that do not fit, by where they were asked for.
+_RESUMED = "name another checkpoint, or start without --resume"
+PRETRAINED = "set model.model_path to another file, or model.init to random"
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -47,12 +51,7 @@ def _plain_tensors(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     if flatten is None:
         yield name, value
         return
-    if local is not value:
-        raise CheckpointError(
-            f"{name} is quantized and sharded, and such a state cannot be saved",
-            remedy="set training.optimizer_states=bf16, parallel.strategy=ddp, or checkpoint.interval=0",
-            code="MC608",
-        )
+    assert local is value, f"{name} is quantized and sharded, which the configuration refuses"
     for part in flatten()[0]:
         yield f"{name}.{part}", getattr(local, part)
 
@@ -118,7 +117,7 @@ def misfit(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> Checkpo
 
 
 def _misfit(
-    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], what: str
+    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], what: str, instead: str = _RESUMED
 ) -> CheckpointError | None:
     faults = [
         *(
@@ -135,24 +134,29 @@ def _misfit(
     named = "; ".join(faults[:_MOST_NAMES]) + (f"; and {more} more" if more > 0 else "")
     return CheckpointError(
         f"{what} is of another model: {named}",
-        remedy="give model.* the values it was saved with, name another checkpoint, or start without --resume",
+        remedy=f"give model.* the values it was saved with, {instead}",
         code="MC607",
     )
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: Weights, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Fills the model from a plain file of weights, one tensor at a time; our names or Hugging Face's."""
+def load_weights(
+    model: nn.Module, weights: Weights, shapes: Mapping[str, tuple[int, ...]], *, instead: str = _RESUMED
+) -> None:
+    """Fills the model from a plain file of weights, one tensor at a time; our names or Hugging Face's.
+
+    shapes: those of the whole model, of which this rank may hold a part.
+    """
     stored = {f"model.{name}": tensor for name, tensor in weights.tensors.items() if not name.endswith("inv_freq")}
     if not shapes.keys() & stored.keys():
         stored = {f"model.{_own_name(name.removeprefix('model.'))}": tensor for name, tensor in stored.items()}
         if "model.output.weight" not in shapes:
             stored.pop("model.output.weight", None)
-    wrong = _misfit({name: tensor.shape for name, tensor in stored.items()}, shapes, str(weights.path))
+    wrong = _misfit({name: tensor.shape for name, tensor in stored.items()}, shapes, str(weights.path), instead)
     if wrong is not None:
         raise wrong
     for name, target in model_tensors(model).items():
-        _copy_whole(target, stored[name].read())
+        fill(target, stored[name].read())
 
 
 def _own_name(name: str) -> str:
@@ -160,15 +164,3 @@ def _own_name(name: str) -> str:
         return own_name(name)
     except KeyError:
         return name
-
-
-def _copy_whole(target: Tensor, value: Tensor) -> None:
-    """A whole tensor into a plain or a sharded one; every rank takes its own part of what it has read."""
-    if type(target) in (Tensor, nn.Parameter):
-        target.copy_(value)
-        return
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(target, DTensor), f"cannot fill a {type(target).__name__}"
-    local = value.to(target.device, target.dtype)
-    target.copy_(distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None))

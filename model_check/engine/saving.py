@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,9 @@ class Saving:
         self._interval = session.config.checkpoint.interval
         self._stops_on_failure = session.config.checkpoint.on_full == "stop"
         self._begun: int | None = None
+        self._paused: dict[int, float] = {}  # by step, of the saves whose end has not been said yet
+        self._prepared = self._interval == 0
+        session.train_step.before_update = saver.hold_update
         self.committed: int | None = None
         self.failure: CheckpointError | None = None
 
@@ -61,13 +66,29 @@ class Saving:
     def is_due(self, step: int) -> bool:
         return self._interval > 0 and ((step + 1) % self._interval == 0 or step + 1 == self._last_step)
 
+    def after_step(self, info: StepInfo) -> StepInfo:
+        """Reports on saves under way and saves where that is due; the same step, with what training waited for it."""
+        self.report()
+        if not self._prepared and self._session.place.device.type == "cuda":
+            # Now the optimizer has its state, and the GPU has seen the memory of a step.
+            self._saver.prepare(self._session.state())
+            self._prepared = True
+        pause = self._saver.device_wait_s()
+        if pause is not None and self._begun in self._paused:
+            self._paused[self._begun] += pause
+        if self.is_due(info.step):
+            pause = self.save(info) + (pause or 0.0)
+        return info if pause is None else replace(info, save_pause_s=pause)
+
     def save(self, info: StepInfo, *, wait: bool = False) -> float:
-        """Saves the state after this step; returns the seconds that training waited for it."""
+        """Saves the state after this step; returns the seconds that the host waited for it."""
+        began = time.perf_counter()
         self._begun = info.step
         with span("save", str(self._saver.lineage)):
             state = self._session.state()
             extra = self._session.extra(info.step, info.tokens, info.val_loss)
-            pause = self._saver.save(info.step, state, extra, wait=wait)
+            self._saver.save(info.step, state, extra, wait=wait)
+        pause = self._paused[info.step] = time.perf_counter() - began
         self.report()
         return pause
 
@@ -79,10 +100,14 @@ class Saving:
     def _note(self, saved: Saved) -> None:
         if saved.note:
             self._say(f"checkpoint: {saved.note}")
+        waited = self._paused.pop(saved.step, 0.0)
         if saved.error is None:
             self.committed = saved.step
             size = f"{saved.bytes / 2**20:.1f} MiB"
-            self._say(f"checkpoint: step {saved.step} committed, {size} in {saved.seconds:.2f} s: {saved.path}")
+            self._say(
+                f"checkpoint: step {saved.step} committed, {size} in {saved.seconds:.2f} s, "
+                f"training waited {waited:.2f} s: {saved.path}"
+            )
             return
         self.failure = saved.error
         self._say(f"checkpoint: {saved.error}")

@@ -50,6 +50,8 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.loss_scale = LossScale(place.device, enabled=precision.name == "fp16")
         self.passes: Passes = passes or WholeModel(model, precision, place.device)
+        # Called before parameters and moments change: a checkpoint may still be copying them.
+        self.before_update: Callable[[], None] = lambda: None
         self._norm_of = norm_of
         self._losses_in_job = losses_in_job or place.world_size
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -62,6 +64,7 @@ class TrainStep:
         norm = self._gradient_norm()
         # The norm is the whole job's, the same on every rank, so all ranks decide alike.
         skipped = (~torch.isfinite(norm)).float()
+        self.before_update()
         self._update(norm, skipped)
         self.loss_scale.update(skipped)
         return StepTensors(self._pack(loss, norm, skipped, stop_requested))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -273,9 +273,7 @@ def fit(
     try:
         for info in loop:
             if saving is not None:
-                saving.report()
-                if saving.is_due(info.step):
-                    info = replace(info, save_pause_s=saving.save(info))
+                info = saving.after_step(info)
             on_step(info)
             if info.skipped and config.debug.nan and not session.train_step.loss_scale.enabled:
                 raise non_finite(session.bare_model, info.step)

@@ -51,8 +51,14 @@ def build_meta_model(shape: ModelShape, dtype: torch.dtype = torch.float32, atte
 
 
 @torch.no_grad()
-def initialize(model: Llama, *, seed: int, init_std: float = DEFAULT_INIT_STD) -> None:
-    """Norms to one; matrices normal with `init_std`, narrower by sqrt(2 * layers) where they add to the residual."""
+def initialize(
+    model: Llama, *, seed: int, init_std: float = DEFAULT_INIT_STD, draw_on: torch.device | None = None
+) -> None:
+    """Norms to one; matrices normal with `init_std`, narrower by sqrt(2 * layers) where they add to the residual.
+
+    draw_on: the device whose generator is used; None: where each parameter lives. A GPU draws other numbers than a
+    host, so parameters that live on the host only (offloaded ones) are drawn, one at a time, where they are used.
+    """
     norm_weights = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
     for name, parameter in model.named_parameters():
         if id(parameter) in norm_weights:
@@ -60,13 +66,13 @@ def initialize(model: Llama, *, seed: int, init_std: float = DEFAULT_INIT_STD) -
             continue
         narrow = name.endswith(_ADDS_TO_RESIDUAL)
         std = init_std / math.sqrt(2 * model.shape.num_layers) if narrow else init_std
-        fill(parameter, _normal(parameter, std, _seed_of(seed, name)))
+        fill(parameter, _normal(parameter, std, _seed_of(seed, name), draw_on or parameter.device))
 
 
-def _normal(like: Tensor, std: float, seed: int) -> Tensor:
+def _normal(like: Tensor, std: float, seed: int, device: torch.device) -> Tensor:
     """Drawn in float32, so that a bf16 model is the rounding of the float32 one."""
-    generator = torch.Generator(device=like.device).manual_seed(seed)
-    return torch.empty(like.shape, dtype=torch.float32, device=like.device).normal_(0.0, std, generator=generator)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return torch.empty(like.shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
 
 
 def _seed_of(seed: int, name: str) -> int:

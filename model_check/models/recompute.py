@@ -32,10 +32,12 @@ _ATTENTION = {
 
 
 class FullyRecomputed(Block):
-    """A block that keeps its input only."""
+    """A block that keeps its input only. `once` is what is computed, and computed again."""
+
+    once: Any = Block.forward
 
     def forward(self, x: Tensor, rotary: RotaryTables, backend: str, mask: AttentionMask) -> Tensor:
-        return checkpoint(super().forward, x, rotary, backend, mask, use_reentrant=False)
+        return checkpoint(self.once, x, rotary, backend, mask, use_reentrant=False)
 
 
 class SelectivelyRecomputed(Block):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.nn import Embedding, Linear, Parameter
+from torch.nn import Embedding, Linear, Module, Parameter
 
 from model_check.config.shapes import ModelShape
 from model_check.errors import ModelError
@@ -46,13 +46,29 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
         if isinstance(layer, Block):
             parallelize_module(layer, mesh, plan)
     if isinstance(model.tok_embed, Embedding):
-        parallelize_module(model, mesh, {"tok_embed": RowwiseParallel(input_layouts=Replicate())})
+        # torch's annotations deny that these functions return what they change.
+        distribute_module(model.tok_embed, mesh, _cut_rows, _replicated_tokens, _summed)  # type: ignore[arg-type]
     if isinstance(model.output, Linear):
         # Its forward is never called: the loss multiplies with the weight itself.
         whole = model.output.weight
         model.output.weight = Parameter(distribute_tensor(whole, mesh, [Shard(0)]), requires_grad=whole.requires_grad)
     model.linear_cross_entropy = VocabularyParallelLoss(mesh)
     return model
+
+
+def _cut_rows(name: str, module: Module, mesh: DeviceMesh) -> None:
+    for key, whole in module.named_parameters(recurse=False):
+        module.register_parameter(key, Parameter(distribute_tensor(whole, mesh, [Shard(0)]), whole.requires_grad))
+
+
+def _replicated_tokens(module: Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+    return tuple(DTensor.from_local(tokens, mesh, [Replicate()], run_check=False) for tokens in inputs)
+
+
+def _summed(module: Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+    """Waits for the sum: what RowwiseParallel hands on may still be under way, and a compiled block that is given such
+    a tensor computes the right values and loses their gradient (torch 2.13)."""
+    return output.redistribute(placements=[Replicate()], async_op=False).to_local()
 
 
 def _check_sizes(shape: ModelShape, ranks: int) -> None:

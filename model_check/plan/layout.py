@@ -170,6 +170,8 @@ def choose_layout(
         return replace(settled(parallel.strategy), why=f"parallel.strategy={parallel.strategy}")
     if config.fsdp.cpu_offload:
         return replace(settled("fsdp"), why="auto: fsdp, since fsdp.cpu_offload moves shards to the host")
+    if config.training.optimizer_states == "8bit":
+        return replace(base, why="auto: ddp, since 8-bit optimizer states need whole parameters")
     if base.data_parallel * base.context == 1:
         return replace(base, why="auto: ddp, there is one copy of the model")
     if gpu_bytes is None:

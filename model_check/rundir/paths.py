@@ -65,6 +65,30 @@ class RunDir:
             folder.mkdir(exist_ok=True)
         return aside
 
+    def set_aside_earlier_life(self, rank: int, world_size: int) -> Path | None:
+        """The same, where another launcher starts the ranks and none of them may move what another writes already.
+
+        Each rank moves its own files; rank 0 those that nobody writes in this life: the verdict, the supervisor's
+        events, and what ranks left whose number does not exist any more.
+        """
+        folders = (self.events_dir, self.blackbox_dir, self.stacks_dir, self.flight_dir)
+        found = [path for folder in folders for path in folder.glob("rank-*")]
+        left = [path for path in found if path.name.startswith(f"rank-{rank:05d}")]
+        if rank == 0:
+            left += [path for path in found if path.name[5:10].isdigit() and int(path.name[5:10]) >= world_size]
+            left += [path for path in (self.supervisor_events, self.verdict) if path.exists()]
+        if not left:
+            return None
+        attempts = self.root / "attempts"
+        # Every rank counts its own lives: where all of them lived equally often, they come to the same number.
+        own = f"*/*/rank-{rank:05d}*"
+        number = 1 + max((int(path.parts[-3]) for path in attempts.glob(own)), default=0)
+        for path in left:
+            target = attempts / str(number) / path.relative_to(self.root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+        return attempts / str(number)
+
     @classmethod
     def open(cls, root: Path | str) -> RunDir:
         """An existing run directory, for readers."""

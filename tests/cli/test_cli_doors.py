@@ -46,6 +46,29 @@ def test_torchrun_makes_ranks_of_pretrain_main(shell: Shell) -> None:
     assert done.losses() == ours.losses(), "one rank of a foreign launcher trains as one of ours"
 
 
+@pytest.mark.slow
+def test_a_job_that_torchrun_starts_again_sets_its_first_life_aside(shell: Shell) -> None:
+    run_dir = shell.folder / "twice"
+    for ranks, steps, resume in ((2, 3, []), (1, 5, ["--resume", "auto"])):
+        done = shell.run(
+            *(str(BIN / "torchrun"), f"--nproc_per_node={ranks}", "--standalone", str(ROOT / "pretrain_main.py")),
+            *("--debug", "--max-steps", str(steps), "--set", "checkpoint.interval=3", "--run-dir", str(run_dir)),
+            *(*SETS, *resume),
+        )
+        assert done.code == 0, done.err
+    assert sorted(path.name for path in (run_dir / "events").glob("rank-*")) == ["rank-00000.jsonl"]
+    assert sorted(path.name for path in (run_dir / "blackbox").glob("*.ring")) == ["rank-00000.ring"]
+    aside = run_dir / "attempts" / "1"
+    assert sorted(path.name for path in (aside / "blackbox").glob("*.ring")) == [
+        "rank-00000.ring",
+        "rank-00001.ring",
+    ]
+    done.run_dir = run_dir
+    assert [record["step"] for record in done.metrics()] == [0, 1, 2, 3, 4], "metrics belong to the run, not to a life"
+    verdict = json.loads(shell.model_check("diagnose", str(run_dir), "--json").out)
+    assert verdict["world_size"] == 1
+
+
 def test_prepare_dataset_builds_once_and_verifies(shell: Shell) -> None:
     door = [str(BIN / "python"), str(ROOT / "prepare_dataset.py"), "--debug", "--set", "data.samples=300"]
     first = shell.run(*door)

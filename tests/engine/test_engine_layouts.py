@@ -117,14 +117,14 @@ def test_bf16_states_follow_the_fp32_ones(strategy: str) -> None:
 
 
 def test_8bit_states_without_their_package_name_it() -> None:
+    settings = config("parallel.strategy=ddp", "training.optimizer_states=8bit").training
     try:
         import torchao  # noqa: F401
     except ImportError:
         with pytest.raises(ModelError, match="needs the torchao package"):
-            build_optimizer(SimpleModel(8, 1), config("training.optimizer_states=8bit").training)
+            build_optimizer(SimpleModel(8, 1), settings)
     else:
-        optimizer = build_optimizer(SimpleModel(8, 1), config("training.optimizer_states=8bit").training)
-        assert "8bit" in type(optimizer).__name__
+        assert "8bit" in type(build_optimizer(SimpleModel(8, 1), settings)).__name__
 
 
 def test_one_rank_may_shard_too() -> None:

@@ -13,6 +13,8 @@ from torch import nn
 
 from model_check import load_config
 from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.shards import read_tensor
+from model_check.checkpoint.verify import verify
 from model_check.data import prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
@@ -116,3 +118,23 @@ def test_best_by_validation_loss_is_kept_and_said_in_the_manifest() -> None:
 
 def train_once(it: Session) -> None:
     it.train_step([next(iter(it.loader))], 1e-3)
+
+
+def test_a_checkpoint_holds_the_step_it_was_taken_after_though_training_went_on() -> None:
+    it = session(**{"checkpoint.interval": 4})
+    saving = Saving(it, open_saver(it.config, Peers(), lineage=None, name="run"), last_step=12)
+    taken: dict[int, dict[str, torch.Tensor]] = {}
+    lines: list[float | None] = []
+
+    def on_step(info: StepInfo) -> None:
+        lines.append(info.save_pause_s)
+        if saving.is_due(info.step):
+            taken[info.step] = {name: tensor.clone() for name, tensor in it.state().items()}
+
+    fit(it, on_step=on_step, max_steps=12, saving=saving)
+    assert [step for step, pause in enumerate(lines) if pause is not None] == [3, 7, 11]
+    for step, expected in taken.items():
+        stored = verify(saving.folder / f"step_{step:08d}")
+        for name, tensor in expected.items():
+            assert torch.equal(read_tensor(stored.path, stored.manifest.tensors[name]), tensor), f"{name} of {step}"
+    assert not torch.equal(taken[3]["model.head.weight"], taken[7]["model.head.weight"])

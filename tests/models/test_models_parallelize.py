@@ -181,6 +181,25 @@ def test_selective_recomputation_repeats_few_products() -> None:
     assert full > selective
 
 
+@pytest.mark.parametrize(
+    "mode", [pytest.param("none", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow), "selective"]
+)
+def test_compiled_blocks_of_slices_have_every_gradient(mode: Any) -> None:
+    """The embedding's comes through a sum over the slices, which a compiled block must not be handed unfinished."""
+
+    def work(rank: int) -> Any:
+        torch._dynamo.reset()
+        mesh = init_device_mesh("cpu", (2,))
+        model = apply_tensor_parallel(build_meta_model(SHAPE), mesh)
+        apply_compile(apply_activation_checkpointing(model, mode), backend="aot_eager")
+        model.to_empty(device="cpu")
+        initialize(model, seed=7)
+        return numbers(model)
+
+    for found in on_ranks(2, work):
+        assert_same(found, expected())
+
+
 def test_compiled_blocks_recompute_and_shard() -> None:
     def work(rank: int) -> Any:
         mesh = init_device_mesh("cpu", (1,))

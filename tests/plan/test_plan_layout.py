@@ -111,3 +111,9 @@ def test_a_split_model_always_lives_in_shards() -> None:
 def test_the_line_for_the_user_names_sizes_and_reason() -> None:
     layout = choose(config("parallel.strategy=hsdp", "parallel.shard=2", "parallel.tensor=2"), 8, gpu_gib=None)
     assert layout.describe() == "hsdp, 2 replicas × 2 shards × 2 tensor (parallel.strategy=hsdp)"
+
+
+def test_auto_keeps_parameters_whole_for_8bit_states() -> None:
+    layout = choose(config("training.optimizer_states=8bit"), 8, gpu_gib=24)
+    assert layout.strategy == "ddp" and not layout.shards
+    assert layout.why == "auto: ddp, since 8-bit optimizer states need whole parameters"

@@ -1,0 +1,214 @@
+"""A copy of a rank's share that stays as it is while training goes on, at the least cost to training.
+
+On a GPU each part goes to the first of these that has room:
+
+    device     spare memory of the GPU: a copy inside it takes milliseconds; the writer fetches it at leisure
+    pinned     host memory made before the first save: copied on a stream of its own beside the next forward and
+               backward pass, which only read parameters; the optimizer step waits, on the device, for its end
+    pageable   any other host memory: training waits for the copy
+
+On the CPU all is pageable. Spare means: what no other part of the job has asked for, less a margin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_check.checkpoint.parts import Part, as_bytes
+from model_check.checkpoint.pinned import PinnedSlabs, free_host_bytes
+
+DEVICE, PINNED, PAGEABLE = "device", "pinned", "pageable"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much memory a copy may take."""
+
+    device_margin: int = 6 << 30  # bytes of the GPU that stay free: a later step may need a little more
+    pinned_share: float = 0.6  # of the free host memory: pinned pages can never be taken back by the system
+    pageable_share: float = 0.9
+
+
+def allot(sizes: Sequence[int], device_room: int, pinned_room: int) -> list[str]:
+    """Where each part goes: the largest into the device as long as they fit, then pinned memory, then any other."""
+    room = {DEVICE: device_room, PINNED: pinned_room}
+    places = [PAGEABLE] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        for kind in (DEVICE, PINNED):
+            if sizes[index] <= room[kind]:
+                places[index] = kind
+                room[kind] -= sizes[index]
+                break
+    return places
+
+
+@dataclass
+class Staged:
+    """Parts to be written, and the moments on the device after which their bytes are there."""
+
+    parts: list[Part]
+    is_copy: bool  # training may go on and change what it was copied from
+    note: str = ""
+    _ready: list[torch.cuda.Event] = field(default_factory=list)
+    _copied: torch.cuda.Event | None = None  # until then training must not change what is being copied
+    _held: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    _alive: list[Any] = field(default_factory=list)  # memory that a copy under way reads or writes
+
+    def take(self, index: int, contents: tuple[Tensor, ...]) -> None:
+        """The bytes of this part are in `contents` now."""
+        self.parts[index] = replace(self.parts[index], contents=contents)
+
+    def lends(self, memory: Any, until: torch.cuda.Event | None = None) -> None:
+        """Keeps `memory` until the parts are written; they are there after `until`."""
+        self._alive.append(memory)
+        if until is not None:
+            self._ready.append(until)
+
+    def copied_at(self, moment: torch.cuda.Event) -> None:
+        """Training may change what was copied from this moment of the device on."""
+        self._copied = moment
+        self._ready.append(moment)
+
+    def settle(self) -> None:
+        """Waits until every byte is where the parts say; for the thread that writes them."""
+        for event in self._ready:
+            event.synchronize()
+
+    def hold_update(self) -> None:
+        """The device does what comes next after the copy; the host goes on at once."""
+        if self._copied is None or self._held is not None:
+            return
+        stream = torch.cuda.current_stream()
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(self._copied)
+        after.record(stream)
+        self._held = before, after
+
+    def device_wait_s(self) -> float | None:
+        """How long the device stood still in `hold_update`; None as long as that is not known."""
+        if self._held is None or not self._held[1].query():
+            return None
+        return self._held[0].elapsed_time(self._held[1]) / 1e3
+
+    def release(self) -> None:
+        """Lets go of the copies; a pool of the device goes after what lies in it."""
+        self.parts = []
+        self._alive = []
+
+
+class Staging:
+    """Memory for the copies of one rank, kept from save to save (but for the device's, which training may need)."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._pageable = torch.empty(0, dtype=torch.uint8)
+        self._slabs = PinnedSlabs()
+        self._stream: torch.cuda.Stream | None = None
+
+    def prepare(self, parts: Sequence[Part], *, ranks_on_host: int) -> None:
+        """Begins to make the pinned memory that a save of such parts will need; returns at once."""
+        on_device = [part for part in parts if part.device.type == "cuda"]
+        if not on_device:
+            return
+        device = on_device[0].device
+        places = allot([part.nbytes for part in on_device], self._device_room(device), 0)
+        beyond = sum(part.nbytes for part, place in zip(on_device, places, strict=True) if place != DEVICE)
+        room = int(free_host_bytes() * self._limits.pinned_share / ranks_on_host)
+        self._slabs.grow(min(beyond, room), device)
+
+    def live(self, parts: Sequence[Part]) -> Staged:
+        """No copy: the parts as they are, for a save that training waits for."""
+        staged = Staged(list(parts), is_copy=False)
+        if any(part.device.type == "cuda" for part in parts):
+            staged.lends(None, until=_now())
+        return staged
+
+    def copy(self, parts: Sequence[Part]) -> Staged:
+        """The parts with memory of their own. Raises MemoryError where the host has none."""
+        staged = Staged(list(parts), is_copy=True)
+        to_do = [index for index, part in enumerate(parts) if part.device.type == "cuda"]
+        if to_do:
+            device = parts[to_do[0]].device
+            to_do = self._copy_inside(staged, to_do, device)
+            to_do = self._copy_to_pinned(staged, to_do, device)
+        slow = sum(parts[index].nbytes for index in to_do)
+        if slow:
+            why = self._slabs.refused or "the host has too little free memory to pin"
+            staged.note = f"{slow / 2**30:.1f} GiB were copied through pageable memory, which is slow ({why})"
+        on_host = [index for index, part in enumerate(parts) if part.device.type != "cuda"]
+        # In the order of the parts, wide numbers first, which keeps all of them aligned.
+        self._copy_to_pageable(staged, sorted([*to_do, *on_host]))
+        return staged
+
+    def _device_room(self, device: torch.device) -> int:
+        free, _ = torch.cuda.mem_get_info(device)
+        # Allocations are rounded up to 2 MiB; a hundredth covers that for parts that matter.
+        return max(0, int((free - self._limits.device_margin) * 0.99))
+
+    def _copy_inside(self, staged: Staged, indices: list[int], device: torch.device) -> list[int]:
+        """Clones what fits into spare device memory; returns what is left to copy."""
+        places = allot([staged.parts[index].nbytes for index in indices], self._device_room(device), 0)
+        chosen = [index for index, place in zip(indices, places, strict=True) if place == DEVICE]
+        if not chosen:
+            return indices
+        pool = torch.cuda.MemPool()  # its memory goes back to the device as a whole
+        cloned: set[int] = set()
+        # Somebody else may have taken what was free a moment ago: what is left then goes another way.
+        with contextlib.suppress(torch.OutOfMemoryError), torch.cuda.use_mem_pool(pool, device):
+            for index in chosen:
+                (data,) = staged.parts[index].contents
+                staged.take(index, (data.clone(memory_format=torch.contiguous_format),))
+                cloned.add(index)
+        staged.lends(pool, _now())
+        return [index for index in indices if index not in cloned]
+
+    def _copy_to_pinned(self, staged: Staged, indices: list[int], device: torch.device) -> list[int]:
+        """Queues copies of what fits into pinned memory; returns what is left to copy."""
+        sizes = [staged.parts[index].nbytes for index in indices]
+        places = allot(sizes, 0, self._slabs.settle() if indices else 0)
+        chosen = [index for index, place in zip(indices, places, strict=True) if place == PINNED]
+        if not chosen:
+            return indices
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for index, pieces in zip(
+                chosen, self._slabs.places([staged.parts[index].nbytes for index in chosen]), strict=True
+            ):
+                source = as_bytes(staged.parts[index].contents[0])
+                for piece, values in zip(pieces, source.split([piece.numel() for piece in pieces]), strict=True):
+                    piece.copy_(values, non_blocking=True)
+                staged.take(index, pieces)
+                staged.lends(source)
+            staged.copied_at(_now())
+        return [index for index in indices if index not in set(chosen)]
+
+    def _copy_to_pageable(self, staged: Staged, indices: list[int]) -> None:
+        total = sum(staged.parts[index].nbytes for index in indices)
+        missing = total - self._pageable.numel()
+        if missing > 0:
+            if missing > free_host_bytes() * self._limits.pageable_share:
+                raise MemoryError(f"{free_host_bytes():,} bytes are free")
+            self._pageable = torch.empty(total, dtype=torch.uint8)
+        at = 0
+        for index in indices:
+            part = staged.parts[index]
+            place = self._pageable[at : at + part.nbytes]
+            place.view(part.dtype).view(part.sizes).copy_(part.contents[0])
+            staged.take(index, (place,))
+            at += part.nbytes
+
+
+def _now() -> torch.cuda.Event:
+    """This point of the current stream."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
