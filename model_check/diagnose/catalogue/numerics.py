@@ -1,0 +1,115 @@
+"""MC4xx: numbers that are not finite, or not what they should be."""
+
+from __future__ import annotations
+
+from model_check.diagnose.catalogue.entry import Entry
+
+NUMERICS: dict[str, Entry] = {
+    "MC401": Entry(
+        "non-finite numbers in the forward pass",
+        "An operation of the forward pass made NaN or infinity out of finite numbers; the loss and every gradient "
+        "that depends on it are lost.",
+        "A learning rate or initialisation that is too large, a logarithm of zero, a division by zero, weights that "
+        "were not finite to begin with.",
+        "The norm of all gradients and the mean loss are checked on the device in every step; such a step never "
+        "changes a weight. It is then replayed with its own batch and random state, and the first operation whose "
+        "result is not finite while its inputs are is named with its module and line.",
+        (
+            "look at the named line and the ranges of the modules before it",
+            "lower training.learning_rate or model.init_std",
+            "set training.use_amp=false to see whether half precision is the cause",
+        ),
+        "step 17: log made -inf in layers.3.gate at model.py:88 on rank 1",
+    ),
+    "MC402": Entry(
+        "non-finite gradient in the backward pass only",
+        "The loss is finite and the gradient is not: the derivative of an operation has a pole where its value has none.",
+        "sqrt, norm or pow at 0 (slope 1/0), log near 0, 0/0 behind a where, a division whose numerator and "
+        "denominator vanish together.",
+        "The replayed backward pass is watched operation by operation; the first non-finite gradient belongs to a "
+        "node of the graph, and the node to the line of the forward pass that made it.",
+        (
+            "keep the argument away from the pole: sqrt(x + eps), x.clamp(min=eps).log()",
+            "mask the argument, not only the result: torch.where(ok, x, 1).log()",
+        ),
+        "x.square().sum().sqrt()   # at x = 0",
+    ),
+    "MC403": Entry(
+        "float16 overflow",
+        "A number left the range of float16 (65504) and became infinite.",
+        "Activations or logits that grow with training, weights that are too large for the format; or, in the "
+        "backward pass, gradients that overflow even with a loss scale of 1.",
+        "The first operation of the replay that makes infinity in float16 is computed again in float32, which gives "
+        "the magnitude. A step that is only skipped to lower the loss scale is normal and not reported.",
+        (
+            "set training.precision=bf16: the same memory, the range of float32",
+            "keep the named layer in float32, or normalise before it",
+        ),
+        "layers.11.feed_forward.w2: 81920 in float16, whose largest number is 65504; last good scale 32768",
+    ),
+    "MC404": Entry(
+        "bad sample",
+        "One or a few samples of the batch make the step non-finite; the others are fine.",
+        "Values in the data that are infinite, NaN or far outside the usual range; a sample with nothing in it.",
+        "The samples of the replayed batch are run one by one.",
+        (
+            "look at the named samples, or take them out",
+            "check values when data is prepared: torch.isfinite(x).all()",
+            "debug.on_nan=skip goes on without the batch",
+        ),
+        "sample 4711 of rank 1: input 0 holds inf",
+    ),
+    "MC405": Entry(
+        "learning rate too high",
+        "The weights were thrown off by updates of the size of the weights themselves.",
+        "A learning rate that is too large for the model, or that jumps: a schedule without a warmup, a wrong unit.",
+        "AdamW moves every weight by about the learning rate in a step; that is compared with the size of the weights "
+        "at the start, and with the learning rates of the steps before.",
+        ("lower training.learning_rate", "raise training.scheduler.warmup_steps"),
+        "learning rate 10, 500 times the weights (0.02)",
+    ),
+    "MC406": Entry(
+        "exploding gradients",
+        "The gradient norm grew over the steps before until it was no longer a finite number.",
+        "A deep or recurrent model without normalisation, a learning rate at the edge, too large max_grad_norm.",
+        "The gradient norms of the last steps grow, by 100 times or more in all.",
+        (
+            "set or lower training.max_grad_norm",
+            "lower training.learning_rate, or warm up longer",
+            "normalise the layers whose output grows",
+        ),
+        "gradient norm 3.1, 48, 9.2e3, 4.4e8, nan",
+    ),
+    "MC407": Entry(
+        "initialisation too large",
+        "The first steps overflow: the weights were too large from the start.",
+        "model.init_std or a custom initialisation far above 1/sqrt(width).",
+        "The step that fails is one of the first, and the weights of some layers multiply their input by far more "
+        "than 1.",
+        ("lower model.init_std (0.02 is usual)", "scale a weight by 1/sqrt(fan_in)"),
+        "layers.0.attention.wq.weight has a standard deviation of 1e4",
+    ),
+    "MC408": Entry(
+        "division by an empty mask",
+        "A mean was taken over nothing: the sum of the mask, or the number of labels that count, is 0.",
+        "A batch whose labels are all ignored (-100), a mask that hides every position, an empty selection.",
+        "The first non-finite operation of the replay is a division, a mean or a loss whose divisor is 0.",
+        (
+            "divide by mask.sum().clamp(min=1)",
+            "drop samples without a single label when the data is prepared",
+        ),
+        "F.cross_entropy(logits, labels)   # every label is -100",
+    ),
+    "MC409": Entry(
+        "transient: the step is finite when it is repeated",
+        "A step gave NaN or infinity once, and the same step with the same batch, weights and random state did not.",
+        "Most often hardware: a bit that flipped in a device, its memory or a link. Also code that is not "
+        "deterministic: a race, a counter of its own, uninitialised memory.",
+        "The step is replayed. The rank is the one whose own gradients were not finite before they were exchanged.",
+        (
+            "test the named GPU: nvidia-smi -q -d ECC,ROW_REMAPPER, dcgmi diag -r 3",
+            "take the host out if it happens again on the same GPU",
+        ),
+        "step 90210 was not finite on rank 3 (GPU 5), and its replay is",
+    ),
+}
