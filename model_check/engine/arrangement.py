@@ -23,7 +23,8 @@ from model_check.errors import UsageError
 from model_check.models import Llama, apply_compile, build_meta_model, initialize, load_pretrained
 from model_check.models.fp8 import apply_fp8
 from model_check.models.loss import plain_linear_cross_entropy
-from model_check.plan.layout import Layout, choose_layout
+from model_check.plan.choice import choose_layout
+from model_check.plan.layout import Layout
 
 
 @dataclass(frozen=True)
