@@ -78,6 +78,10 @@ class MemoryPlan:
     def fits(self, device_bytes: float) -> bool:
         return self.needed <= device_bytes
 
+    def cannot_fit(self, device_bytes: float) -> bool:
+        """Not even if the allocator wasted nothing. Between this and `fits` only a try can tell."""
+        return self.allocated + self.outside > device_bytes
+
 
 @dataclass(frozen=True)
 class _State:

@@ -26,6 +26,9 @@ ATTENTION_WORK = 3.5 / 3
 # What the forward pass repeats, as a share of it: docs/memory.md has the measured cost.
 _REPEATED = {"none": 0.0, "selective": 0.33, "full": 1.0}
 GPUS_PER_HOST = 8
+# Offloaded: parameters and gradients cross PCIe, and the host's processors update them at the rate of its memory.
+_PCIE_BYTES_PER_S = 25e9
+_HOST_UPDATE_BYTES_PER_S = 20e9
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ def _optimizer_seconds(shape: ModelShape, load: Workload, layout: Layout, memory
     if layout.shards:
         held /= layout.shard * layout.context
     state = 4.0 + ADAM_BYTES[load.states]
+    if load.offloads:
+        return held * (8 / _PCIE_BYTES_PER_S + (2 * state + 8) / _HOST_UPDATE_BYTES_PER_S)
     gradient = 4.0 if layout.shards or load.precision in ("fp16", "fp32") else 2.0
     return held * (2 * state + 2 * gradient) / (memory_rate * MEMORY_SHARE)
 
