@@ -164,6 +164,7 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
             on_step=on_step,
             saving=saving,
             error_dir=_error_dir(order, run_dir, saving),
+            dumps_dir=run_dir.dumps_dir,
             say=say,
             stop_requested=stop,
         )

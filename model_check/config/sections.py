@@ -262,9 +262,19 @@ class DebugSection(Section):
 
     nan: bool = Field(
         default=False,
-        description="Stop at a step whose gradients are not finite, and name the parameters.",
+        description="Stop at a step whose loss or gradients are not finite. The guard itself is always on: such a step "
+        "never changes a weight, is replayed, and is explained.",
     )
-    dump_gb: float = Field(default=2.0, ge=0, description="Largest dump of a numerics failure, in GB. 0: no dump.")
+    on_nan: Literal["auto", "halt", "skip", "rollback"] = Field(
+        default="auto",
+        description="What follows a step that is not finite: stop, go on without it, or go back to the last checkpoint "
+        "and leave its data out (3 times at most). `auto`: halt where debug.nan is true, else skip.",
+    )
+    dump_gb: float = Field(
+        default=2.0,
+        ge=0,
+        description="Largest size of each file in the dump of a step that is not finite, in GB. 0: no dump.",
+    )
 
 
 class LoggingSection(Section):
