@@ -6,11 +6,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from model_check.errors import UsageError
+from model_check.launch.injection import GuardMode
 from model_check.launch.supervisor import Limits
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
@@ -31,6 +32,10 @@ def run(
     hang_kill_after_s: Annotated[
         float, typer.Option("--hang-kill-after-s", min=0.0, help="End an idle hang after this long; 0: only on proof.")
     ] = 300.0,
+    guard: Annotated[
+        str,
+        typer.Option("--guard", help="Steps with NaN or infinity: observe (report), halt (refuse), off."),
+    ] = "observe",
 ) -> int:
     """Run SCRIPT ARGS… on N ranks as torchrun would, and name every hang and crash: rank, line, cause, fix.
 
@@ -55,10 +60,11 @@ def run(
         )
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
+    mode = _guard_mode(guard)
     if own_launcher:
-        verdict, directory = _run_command(words, run_dir, hang_kill_after_s)
+        verdict, directory = _run_command(words, run_dir, hang_kill_after_s, mode)
     else:
-        verdict, directory = _run_script(words, nproc or 1, module, run_dir, hang_kill_after_s)
+        verdict, directory = _run_script(words, nproc or 1, module, run_dir, hang_kill_after_s, mode)
     _show_end(verdict, directory)
     return verdict.exit_code or 0
 
@@ -69,8 +75,15 @@ def _after_double_dash(words: list[str]) -> bool:
     return len(typed) > len(words) and typed[-len(words) - 1] == "--"
 
 
+def _guard_mode(said: str) -> GuardMode:
+    for mode in get_args(GuardMode):
+        if said == mode:
+            return mode
+    raise UsageError(f"--guard {said} is not a mode", remedy="use observe, halt or off")
+
+
 def _run_script(
-    words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float
+    words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float, guard: GuardMode
 ) -> tuple[Verdict, RunDir]:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.foreign import ForeignScript, run_script
@@ -81,13 +94,15 @@ def _run_script(
     directory = RunDir.create(run_dir)
     write_json_atomic(directory.environment, snapshot_environment())
     supervisor = supervisor_for(directory, Limits(kill_after_s=hang_kill_after_s))
-    result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor)
+    result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor, guard=guard)
     if result.outcome == "interrupted":
         supervisor.note_stop(f"interrupted: {result.message}")
     return supervisor.finish(result.outcome, result.exits, result.exit_code), directory
 
 
-def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float) -> tuple[Verdict, RunDir]:
+def _run_command(
+    words: list[str], run_dir: Path | None, hang_kill_after_s: float, guard: GuardMode
+) -> tuple[Verdict, RunDir]:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
     from model_check.launch.injection import injected_environment
@@ -97,7 +112,7 @@ def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: floa
     directory = RunDir.create(run_dir)
     limits = Limits(kill_after_s=hang_kill_after_s, own_launcher_s=_OWN_LAUNCHER_S)
     supervisor = supervisor_for(directory, limits)
-    env = injected_environment(directory, os.environ)
+    env = injected_environment(directory, os.environ, guard)
     result = run_command(words, run_dir=directory, env=env, supervisor=supervisor)
     outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
     if result.interrupted:

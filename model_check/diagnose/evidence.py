@@ -219,6 +219,8 @@ class Evidence:
     live: bool = False
     cores: int | None = None
     damage: tuple[str, ...] = ()
+    metrics: tuple[Mapping[str, Any], ...] = ()  # of our own trainer: the first steps and the newest
+    vocabulary: int | None = None  # of our own trainer's model
 
     def of(self, rank: int) -> RankEvidence:
         return self.ranks.get(rank) or RankEvidence(rank)

@@ -20,6 +20,7 @@ from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, Ra
 from model_check.diagnose.flight import read_flight
 from model_check.diagnose.following import FollowedRing
 from model_check.diagnose.frames import Frame, ThreadStack, whole
+from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.rundir import RunDir, read_json
 
 _RANK_FILE = re.compile(r"rank-(\d+)")
@@ -207,6 +208,8 @@ class Reader:
             live=live,
             cores=_cores(read_json(self.run_dir.environment)),
             damage=tuple(damage),
+            metrics=self._cached(self.run_dir.metrics, read_metrics),
+            vocabulary=self._cached(self.run_dir.config, lambda path: vocabulary_of(read_json(path))),
         )
 
     def _rank_numbers(self) -> set[int]:

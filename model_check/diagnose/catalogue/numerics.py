@@ -112,4 +112,82 @@ NUMERICS: dict[str, Entry] = {
         ),
         "step 90210 was not finite on rank 3 (GPU 5), and its replay is",
     ),
+    "MC410": Entry(
+        "replicas drift apart",
+        "Ranks that should hold the same parameters do not. Nothing fails: each of them trains another model.",
+        "Weights changed on one rank after DDP had made them alike, a rank that skips an update or makes one more, "
+        "random numbers of its own in an initialisation, memory that lost a bit.",
+        "Every rank sums the bits of a few parameters, in turns, every 10 steps and later every 100; the sums of equal "
+        "steps are compared. Only parameters under DistributedDataParallel are: sharded ones differ rightly. Where a "
+        "majority of ranks agrees, the others are named.",
+        (
+            "change weights before the model is wrapped in DistributedDataParallel, or on all ranks alike",
+            "look at what the named rank does between the two steps: a skipped optimizer step, a loaded checkpoint",
+            "where no code explains it, test the rank's device and memory",
+        ),
+        "model.module.head.reset_parameters()   # after DDP(model), each rank with a seed of its own",
+    ),
+    "MC412": Entry(
+        "all ranks are given the same data",
+        "Every rank computes the same gradient, so their average is that of one: N ranks do the work of one.",
+        "A loader without a DistributedSampler, a sampler that was told the same rank everywhere, one seed for random "
+        "data on all ranks.",
+        "Sums over the bits of the model's inputs are compared in the first 8 steps, between ranks that hold replicas "
+        "under DistributedDataParallel; they must agree in all of them and change from step to step.",
+        (
+            "DataLoader(dataset, sampler=DistributedSampler(dataset))",
+            "seed random data with the rank: torch.manual_seed(seed + rank)",
+        ),
+        "DataLoader(dataset, shuffle=True) with the same seed on every rank",
+    ),
+    "MC413": Entry(
+        "the loss spikes",
+        "The loss left its level by far more than it usually moves, and stayed away for several steps.",
+        "A stretch of odd data, a learning rate at the edge, a change of the schedule, a bad resume.",
+        "Each loss is compared with the median of the 50 before it, in units of their median deviation; three in a row "
+        "far above it are a spike. Runs of fewer than 60 steps are never judged.",
+        (
+            "look at the batches of these steps",
+            "clip gradients, or lower the learning rate",
+            "go back to a checkpoint before the spike and skip its data",
+        ),
+        "loss 2.31 ± 0.02 for 50 steps, then 6.9, 7.4, 7.2",
+    ),
+    "MC414": Entry(
+        "the loss does not decrease",
+        "After many steps the loss is still that of a model that guesses: the logarithm of the number of choices.",
+        "Parameters that are frozen or get no gradient, a learning rate that is too small, labels that do not belong "
+        "to the inputs.",
+        "The loss stays within 2 % of ln(choices) from the first steps to the last over at least 200 steps. What can "
+        "be seen of the cause is listed: learning rate, frozen parameters, parameters without a gradient.",
+        (
+            "raise the learning rate",
+            "check requires_grad, and that the optimizer was given the parameters that are trained",
+            "check that labels are shifted and belong to their inputs: a model must be able to overfit one batch",
+        ),
+        "loss 10.37 at step 10, 10.38 at step 900, and ln(32000) is 10.37",
+    ),
+    "MC415": Entry(
+        "a layer gets no gradient",
+        "The gradient of a parameter is exactly 0 step after step, while others learn.",
+        "Dead units (all inputs of a ReLU negative), a saturated function, a branch that is multiplied by 0, a detach.",
+        "The norm of each gradient is looked at every 50 steps; exactly 0 in four looks in a row is reported.",
+        (
+            "look at what lies between this layer and the loss: detach(), where(), a mask, a saturated function",
+            "lower the learning rate, or use an activation that does not die (GELU, SiLU)",
+        ),
+        "encoder.3.weight: gradient 0 at steps 50, 100, 150 and 200",
+    ),
+    "MC416": Entry(
+        "gradients or outputs keep growing",
+        "The size of the gradients, or of the model's outputs, grows look after look: a run on its way to overflow.",
+        "A learning rate that is too high for this stage, missing normalisation, no clipping, logits without a bound.",
+        "Five looks in a row, each larger than the one before, and 100 times larger in all (for outputs: beyond 100).",
+        (
+            "clip gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+            "lower the learning rate",
+            "normalise the last layer's input, or add a z-loss on the logits",
+        ),
+        "gradient norm 0.8, 3.1, 12, 55, 240 at steps 50 to 250",
+    ),
 }
