@@ -164,6 +164,10 @@ class TrainingSection(Section):
         default="auto",
         description="Output head and cross-entropy in chunks, logits never whole. `auto`: where it saves memory.",
     )
+    oom_retry: bool = Field(
+        default=False,
+        description="A step that runs out of device memory is done again with half the micro-batch and twice as many.",
+    )
     profile: bool = Field(default=False, description="Record a torch profiler trace of a few steps.")
     log_interval: Count = Field(default=1, description="Steps between log lines.")
 

@@ -20,13 +20,15 @@ from model_check.checkpoint.weight_files import open_weights
 from model_check.config import Config
 from model_check.data import BatchLoader, Cursor, PackedCache, load_tokenizer
 from model_check.engine import resume
-from model_check.engine.arrangement import arrange_llama, arrange_module
+from model_check.engine.arrangement import Arranged, arrange_llama, arrange_module
 from model_check.engine.evaluate import validation_loss
 from model_check.engine.feed import context_cut, on_device
 from model_check.engine.guard import Guard
 from model_check.engine.inputs import StepInputs
 from model_check.engine.loop import Loop, LoopPlan, StepInfo
+from model_check.engine.memory_retry import RetryingPasses, check_can_retry
 from model_check.engine.optimizer import build_optimizer
+from model_check.engine.passes import Passes
 from model_check.engine.place import Place
 from model_check.engine.saving import Saving
 from model_check.engine.schedule import rate_factor
@@ -161,12 +163,19 @@ def assemble(
             arranged.precision,
             place,
             max_grad_norm=training.max_grad_norm,
-            passes=arranged.passes,
+            passes=_passes(arranged, place, oom_retry=training.oom_retry),
             norm_of=arranged.norm_of,
             losses_in_job=arranged.losses_in_job,
             local_check=arranged.local_check,
         )
     return Session(config, place, arranged.layout, arranged.bare_model, train_step, loader, held_out)
+
+
+def _passes(arranged: Arranged, place: Place, *, oom_retry: bool) -> Passes:
+    if not oom_retry:
+        return arranged.passes
+    check_can_retry(arranged.layout)
+    return RetryingPasses(arranged.passes, arranged.model, place)
 
 
 def _plan(session: Session, max_steps: int) -> LoopPlan:
@@ -240,13 +249,17 @@ def fit(
     error_dir: Path | None = None,
     dumps_dir: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
+    show: Callable[[str], None] = lambda block: None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> StepInfo | None:
     """Trains to the end, or to the step after which a rank was asked to stop; returns the last step.
 
-    A failing rank leaves what it holds in `error_dir`.
+    A failing rank leaves what it holds in `error_dir`; tensors of a step that is not finite are listed in `dumps_dir`.
+    `say` takes a line for the log, `show` a block that must stay as it is.
     """
-    guard = Guard(session.config, session.place, session.train_step, session.bare_model, say=say, dumps_dir=dumps_dir)
+    guard = Guard(
+        session.config, session.place, session.train_step, session.bare_model, say=say, show=show, dumps_dir=dumps_dir
+    )
     left_out: set[int] = set()
     info: StepInfo | None = None
     try:
