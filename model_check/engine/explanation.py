@@ -29,6 +29,7 @@ class Agreed:
     guilty: tuple[int, ...]
     reproduced: bool
     forward: bool = False  # on some rank the loss itself was bad
+    verdict: tuple[str, str] = ("MC401", "")  # the reporter's cause and place, for those who have none of their own
 
     @property
     def reporter(self) -> int:
@@ -73,14 +74,15 @@ class Explanation:
             return origin.given.removeprefix("parameter ")
         if origin is not None and origin.direction == "forward":
             return f"{origin.site.module or 'model'}: output of {origin.site.op}"
-        return f"{gradients[0].name}.grad" if gradients else None
+        # The backward pass comes from the end of the model: the last is the one it met first.
+        return f"{gradients[-1].name}.grad" if gradients else None
 
     def evidence(self, dump: Dumped | None) -> list[str]:
         lines = list(self.cause.evidence)
         if not self.agreed.reproduced and self.agreed.guilty:
             whose = ranks_text(self.agreed.guilty)
             lines.append(f"observed: the gradients of {whose} were bad before they were exchanged")
-        if self.bad_rows:
+        if self.bad_rows and len(self.bad_rows) < sum(sample_count(batch) for batch in self.inputs.micro_batches):
             lines.append(f"observed: bad alone: samples {', '.join(map(str, self.sample_ids()))}")
         if dump is not None and dump.left_out:
             lines.append(f"observed: {len(dump.left_out)} tensors did not fit into the dump (debug.dump_gb)")
@@ -116,11 +118,10 @@ class Explanation:
             loss = f"a loss of {self.info.loss} and a gradient norm of {self.info.grad_norm}"
             what = f"has {bad if gradients else loss}: {self.where}"
         else:
-            what = f"has non-finite numbers on {ranks_text(self.agreed.guilty)}, none of them made here"
+            what = f"has non-finite numbers from {ranks_text(self.agreed.guilty)}: {self.agreed.verdict[1]}"
+        code = self.cause.code if self.is_own else self.agreed.verdict[0]
         return NumericsError(
-            f"step {self.info.step} {what}",
-            remedy=f"model-check explain {self.cause.code} says what to do",
-            code=self.cause.code,
+            f"step {self.info.step} {what}", remedy=f"model-check explain {code} says what to do", code=code
         )
 
     def _rows(self) -> list[Row]:

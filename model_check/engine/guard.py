@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,11 @@ class Outcome:
 
 
 class Guard:
-    """Remembers the last steps, and explains a bad one. `say` writes a line into this rank's log."""
+    """Remembers the last steps, and explains a bad one.
+
+    say     writes one line into this rank's log
+    show    writes a block of text into it, as it is
+    """
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class Guard:
         bare_model: nn.Module,
         *,
         say: Callable[[str], None] = lambda line: None,
+        show: Callable[[str], None] = lambda block: None,
         dumps_dir: Path | None = None,
     ) -> None:
         self._config = config
@@ -69,6 +74,7 @@ class Guard:
         self._train_step = train_step
         self._model = bare_model
         self._say = say
+        self._show = show
         self._dumps_dir = dumps_dir
         self._before: deque[StepNumbers] = deque(maxlen=_STEPS_REMEMBERED)
         self._steps_done = 0
@@ -113,12 +119,17 @@ class Guard:
     # Finding out
 
     def _explain(self, info: StepInfo, inputs: StepInputs) -> Explanation:
+        # Before anything is gathered: afterwards a sharded model may show its parameters whole, in half precision.
+        gain, largest = _widest_gain(self._model), _largest_weight(self._model)
         replayer = Replayer(self._train_step, self._model, _shown)
         replayed = replayer.replay(inputs, info.scale)
         agreed = self._agree(info, replayed)
         rows = self._bad_rows(replayer, inputs) if agreed.forward else None
-        cause = judge_cause(self._situation(info, inputs, replayed, agreed, rows))
-        return Explanation(self._place.rank, info, inputs, replayed, agreed, cause, rows)
+        situation = self._situation(info, inputs, replayed, agreed, rows)
+        cause = judge_cause(replace(situation, widest_gain=gain, largest_weight=largest))
+        found = Explanation(self._place.rank, info, inputs, replayed, agreed, cause, rows)
+        verdicts = self._gather((cause.code, found.where))
+        return replace(found, agreed=replace(agreed, verdict=verdicts[agreed.reporter]))
 
     def _agree(self, info: StepInfo, replayed: Replayed) -> Agreed:
         forward = replayed.origin is not None and replayed.origin.direction == "forward"
@@ -161,7 +172,7 @@ class Guard:
             rate=info.lr,
             before=tuple(self._before),
             weight_size=self._weight_size,
-            widest_gain=_widest_gain(self._model),
+            widest_gain=None,
             bad_samples=range(len(rows)) if rows is not None else None,
             batch_samples=sum(sample_count(batch) for batch in inputs.micro_batches),
             ignored_labels=any(_all_ignored(batch) for batch in inputs.micro_batches),
@@ -200,8 +211,8 @@ class Guard:
                 checkpoint=str(dump.checkpoint) if dump is not None and dump.checkpoint is not None else None,
                 tensors=str(dump.pickle) if dump is not None and dump.pickle is not None else None,
             )
-            for line in [*lines, f"Cause: [{found.cause.code}] {found.where}", *(f"  {fact}" for fact in evidence)]:
-                self._say(line)
+            cause = [f"Cause: [{found.cause.code}] {found.where}", *(f"  {fact}" for fact in evidence)]
+            self._show("\n".join([*lines, *cause]))
         return dump
 
     def _dump(self, found: Explanation, suffix: str) -> Dumped | None:
@@ -255,6 +266,15 @@ def _weight_size(model: nn.Module) -> float | None:
     norms = [float(norm) for norm in torch._foreach_norm(matrices, 2, dtype=torch.float32)]
     size = math.sqrt(sum(norm * norm for norm in norms) / sum(m.numel() for m in matrices))
     return size if math.isfinite(size) and size > 0 else None
+
+
+def _largest_weight(model: nn.Module) -> tuple[str, float] | None:
+    sizes = [
+        (name, float(torch.linalg.vector_norm(local_part(p).detach(), math.inf, dtype=torch.float32)))
+        for name, p in model.named_parameters()
+        if local_part(p).numel()
+    ]
+    return max(sizes, key=lambda item: item[1], default=None)
 
 
 def _widest_gain(model: nn.Module) -> tuple[str, float] | None:

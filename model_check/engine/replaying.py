@@ -57,12 +57,14 @@ class Replayer:
             finder.loss_reached(loss)
             return loss * scale if scale != 1.0 else loss
 
-        self._train_step.optimizer.zero_grad(set_to_none=True)
+        self._train_step.begin()
         with _as_it_was(self._model, inputs.random), _uncompiled(self._model), finder.watching(named):
             loss = float(self._passes.accumulate(inputs.micro_batches, scaled))
         gradients = [(name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None]
         bad = tuple(bad_tensors(gradients))
-        own_fault = finder.origin is not None or not math.isfinite(loss) or (bool(bad) and not self.together)
+        # After an exchange a bad gradient may be anybody's: it counts as this rank's only if a bad number was made here.
+        made_here = bool(bad) and (finder.origin is not None or not self.together)
+        own_fault = made_here or not math.isfinite(loss) or self._train_step.own_gradients_bad()
         return Replayed(finder.origin, loss, bad, max((_largest(g) for _, g in gradients), default=0.0), own_fault)
 
     def bad_rows(self, inputs: StepInputs) -> Iterator[tuple[int, int]]:
@@ -74,6 +76,8 @@ class Replayer:
                     loss = self._passes.loss(one_sample(batch, row, count))
                 if self._passes.computes_loss and not math.isfinite(float(loss)):
                     yield number, row
+        if self.together:
+            _reshard(self._model)
 
 
 def bad_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[BadTensor]:
@@ -106,6 +110,15 @@ def _as_it_was(model: nn.Module, state: RandomState) -> Iterator[None]:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
+
+
+def _reshard(model: nn.Module) -> None:
+    """A forward pass without a backward leaves whole parameters behind, and gradients belong to the shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -67,6 +67,16 @@ class TrainStep:
         self.holds_after_hit = False
         self._held = torch.zeros((), device=place.device)
 
+    def begin(self) -> None:
+        """Forgets the gradients of the step before."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._local_check is not None:
+            self._local_check.begin()
+
+    def own_gradients_bad(self) -> bool:
+        """This rank's own gradients were not finite, before they were exchanged. Waits for the device."""
+        return self._local_check is not None and bool(self._local_check.bad())
+
     def release(self) -> None:
         """The host has looked: weights may change again."""
         self._held.zero_()
@@ -74,9 +84,7 @@ class TrainStep:
     def __call__(self, micro_batches: Sequence[Any], rate: float, *, stop_requested: bool = False) -> StepTensors:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
-        if self._local_check is not None:
-            self._local_check.begin()
+        self.begin()
         scale = self.loss_scale.scale.clone()
         loss = self.passes.accumulate(micro_batches, self.loss_scale.apply)
         norm = self._gradient_norm()

@@ -7,14 +7,15 @@ what only the steps before show comes after it (a rate, a growth, an initialisat
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from model_check.observe.numerics.origins import Origin
 
 FLOAT16_MAX = 65504.0
 RATE_JUMP = 10.0
+_RECENT = 6  # steps in which a jump counts as the reason
 # AdamW moves each weight by about the rate: beyond this share of the weights' own size nothing learnt survives a step.
 RATE_SHARE = 0.5
 GROWTH = 100.0
@@ -48,6 +49,7 @@ class Situation:
     scale: float | None  # of the loss, in float16
     last_good_scale: float | None
     reproduced: bool
+    largest_weight: tuple[str, float] | None = None  # parameter and magnitude, where products run in float16
 
 
 @dataclass(frozen=True)
@@ -103,19 +105,25 @@ def _empty_mask(now: Situation) -> Cause | None:
 
 def _half_overflow(now: Situation) -> Cause | None:
     origin = now.origin
-    if origin is None or origin.dtype != "float16" or (origin.direction == "forward" and origin.magnitude is None):
+    if origin is None or origin.dtype != "float16":
         return None
     facts = []
     if origin.magnitude is not None and origin.magnitude > FLOAT16_MAX:
         facts.append(f"observed: {origin.magnitude:.6g} in float16, whose largest number is {FLOAT16_MAX:.0f}")
-    elif origin.direction == "forward":
+    elif origin.received and now.largest_weight is not None and now.largest_weight[1] > FLOAT16_MAX:
+        name, size = now.largest_weight
+        facts.append(f"observed: {name} holds {size:.6g}, and the largest number of float16 is {FLOAT16_MAX:.0f}")
+    elif origin.direction == "forward" or not _came_near(origin):
         return None
-    elif origin.kind == "nan" and not any(r.absmax > FLOAT16_MAX / 100 for r in origin.inputs):
-        return None  # NaN out of small numbers is a pole, whatever the format
     if now.scale is not None:
         good = f"{now.last_good_scale:g}" if now.last_good_scale is not None else "none in this run"
         facts.append(f"observed: loss scale {now.scale:g}, last good scale {good}")
     return Cause("MC403", tuple(facts))
+
+
+def _came_near(origin: Origin) -> bool:
+    """Infinity, or NaN out of large numbers; NaN out of small ones is a pole, whatever the format."""
+    return origin.kind == "inf" or any(r.absmax > FLOAT16_MAX / 100 for r in origin.inputs)
 
 
 def _bad_sample(now: Situation) -> Cause | None:
@@ -136,14 +144,12 @@ def _pole(now: Situation) -> Cause | None:
 
 
 def _rate(now: Situation) -> Cause | None:
-    rates = [*(step.lr for step in now.before), now.rate]
-    earlier = rates[:-1]
     # The weights of a step were made with the rates of the steps before it.
-    if len(earlier) >= 4:
-        usual, newest = statistics.median(earlier[:-1]), max(earlier[-3:])
-        if usual > 0 and newest >= RATE_JUMP * usual:
-            return Cause("MC405", (f"observed: the learning rate went from {usual:.3g} to {newest:.3g}",))
-    largest = max(earlier, default=0.0)
+    rates = [step.lr for step in now.before]
+    for slow, fast in pairwise(rates[-_RECENT:]):
+        if slow > 0 and fast >= RATE_JUMP * slow:
+            return Cause("MC405", (f"observed: the learning rate went from {slow:.3g} to {fast:.3g} in one step",))
+    largest = max(rates, default=0.0)
     if now.weight_size and largest >= RATE_SHARE * now.weight_size:
         against = f"{largest / now.weight_size:.3g} times the weights at the start ({now.weight_size:.3g})"
         return Cause("MC405", (f"observed: learning rate {largest:.3g}, {against}",))

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,6 +58,8 @@ _SUMS = frozenset({"sum", "count_nonzero"})
 _KEEPS_A_SUM = frozenset({"_to_copy", "clone", "detach"})
 _DIVISIONS = frozenset({"div", "div_", "true_divide"})
 _MODULES_BEFORE = 10
+# What torch calls otherwise than people do.
+_NAMES = {"_to_copy": "cast", "_softmax": "softmax", "nll_loss_forward": "nll_loss", "mm": "matmul", "bmm": "matmul"}
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class OriginFinder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if torch.is_grad_enabled() and torch._C._current_autograd_node() is None:
+        if torch.is_grad_enabled() and not _in_backward():
             self._remember_node(name)
         result = func(*args, **kwargs)
         if func.namespace in _COMMUNICATION:
@@ -165,6 +167,15 @@ class OriginFinder(TorchDispatchMode):
         is_sum = name in _SUMS or (name in _KEEPS_A_SUM and any(_memory(t) in self._sums for t in _tensors(args)))
         bad = [t for t in outputs if checkable(t) and not is_finite(t)]
         origin = self._origin_of(func, name, args, kwargs, bad, outputs) if bad else None
+        if (
+            origin is not None
+            and self.backward is None
+            and origin is not _MEANT
+            and not origin.received
+            and _in_backward()
+        ):
+            # A bad number of the forward pass that did not reach the loss may still spoil a gradient.
+            self.backward = replace(origin, direction="backward")
         for tensor in outputs:
             self._settle(tensor, origin if any(tensor is t for t in bad) else None, is_sum=is_sum)
 
@@ -200,9 +211,10 @@ class OriginFinder(TorchDispatchMode):
         received: bool,
         empty: bool,
     ) -> Origin:
-        node = torch._C._current_autograd_node()
-        direction, site = ("backward", self._node_site(node)) if node is not None else ("forward", self._site(name))
-        origin = Origin(
+        backward = _in_backward()
+        direction = "backward" if backward else "forward"
+        site = self._node_site(torch._C._current_autograd_node()) if backward else self._site(name)
+        return Origin(
             direction,
             site,
             _kind(bad),
@@ -213,9 +225,6 @@ class OriginFinder(TorchDispatchMode):
             received=received,
             before=tuple(self.trail.passed[: site.passed][-_MODULES_BEFORE:]),
         )
-        if direction == "backward" and self.backward is None and not received:
-            self.backward = origin
-        return origin
 
     def _divides_by_nothing(self, name: str, args: Any) -> bool:
         if name.startswith("nll_loss"):
@@ -242,13 +251,18 @@ class OriginFinder(TorchDispatchMode):
 
     def _site(self, op: str) -> Site:
         location, function = _model_line(sys._getframe(1), self._shown)
-        return Site(op.strip("_"), self.trail.current, location, function, len(self.trail.passed))
+        return Site(_NAMES.get(op, op.strip("_")), self.trail.current, location, function, len(self.trail.passed))
 
     def _node_site(self, node: Any) -> Site:
         """Where the forward pass made this node."""
         here = self._sites.get(node._sequence_nr())
         op = node.name().rstrip("0123456789").removesuffix("Backward").rpartition("::")[2]
         return here if here is not None else Site(op, "", "", "", 0)
+
+
+def _in_backward() -> bool:
+    """A node of the graph is at work; not while it has a part of the forward pass computed again, which is recorded."""
+    return torch._C._current_autograd_node() is not None and not torch.is_grad_enabled()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
