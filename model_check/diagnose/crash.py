@@ -18,6 +18,7 @@ from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
+from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
 from model_check.diagnose.mismatch import last_swallowed, loader_frame, raised_at, swallowed_finding, user_frame
 from model_check.diagnose.victims import is_lost_peer
 from model_check.diagnose.waits import Wait
@@ -175,7 +176,15 @@ def _exception_finding(
     first_line = message.split("\n")[0]
     who = ranks_text(ranks)
     place = f" at {frame.site} in {frame.function}" if frame is not None else ""
-    extra = _memory_history(root.rank) if code in ("MC307", "MC501") else []
+    extra: list[str] = []
+    fix: list[str] = []
+    if code in ("MC307", "MC501"):
+        account = memory_account(root.rank, exception)
+        extra = [*memory_facts(account, evidence.plan), *_memory_history(root.rank)]
+        if code == "MC501":
+            fix = memory_fixes(account, evidence.plan)
+            if account.fragmented:
+                code, about = "MC502", "{who} found its device memory in pieces too small to use"
     if code == "MC110" and (path := _file_being_read(root.rank, root.began)):
         extra.append(f"observed: it was reading {path}")
     if code == "MC216":
@@ -190,6 +199,7 @@ def _exception_finding(
         victims=victims,
         frame=frame,
         evidence=[f"observed: {who} raised {kind}: {first_line[:400]}{place}", *extra, *facts],
+        fix=fix,
         certainty="proven",
         step=root.rank.step,
         phase=root.rank.innermost.phase if root.rank.innermost is not None else None,

@@ -13,6 +13,7 @@ from model_check.diagnose.crash import crash_findings, find_failures
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.hang import hang_findings
 from model_check.diagnose.issues import group_tables
+from model_check.diagnose.memory import retry_findings
 from model_check.diagnose.mismatch import mismatch_findings
 from model_check.diagnose.numerics import explains_failure, numerics_findings
 from model_check.diagnose.reading import Reader
@@ -98,6 +99,7 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     quiet = [] if numerics else drift_findings(evidence)
     quiet += [] if numerics or causes else [*same_batch_findings(evidence), *training_warnings(evidence)]
     found = [*numerics, *name_token_ids(evidence, causes), *start_findings(evidence), *slow, *quiet]
+    found += retry_findings(evidence)
     # A start that took long is over: what slows the job down now comes first.
     return sorted(found, key=lambda f: (_SEVERITY[f.severity], f.code == "MC101", _CERTAINTY[f.certainty]))
 

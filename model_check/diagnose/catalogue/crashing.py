@@ -130,16 +130,4 @@ CRASHING: dict[str, Entry] = {
         ("look at the named line: why does it exit?", "raise an exception instead: it says why"),
         "sys.exit(7)",
     ),
-    "MC501": Entry(
-        "device out of memory",
-        "An allocation on the GPU failed.",
-        "Weights, gradients, optimizer states and activations together do not fit.",
-        "The exception of torch's allocator.",
-        (
-            "halve batch_size and double grad_accum_nums",
-            "shorten context_length, or switch activation checkpointing on",
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
-        ),
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-    ),
 }
