@@ -265,19 +265,20 @@ def fit(
     try:
         while True:
             loop = _loop(session, max_steps, saving, stop_requested, left_out)
-            again = False
             for info in loop:
+                if info.hit:
+                    on_step(info)
+                    if loop.inputs is not None and _goes_back(session, guard, info, loop.inputs, saving, say):
+                        left_out.add(info.step)
+                        break
                 if saving is not None:
                     saving.report()
                     if saving.is_due(info.step):
                         info = replace(info, save_pause_s=saving.save(info))
-                on_step(info)
-                if info.hit and loop.inputs is not None and _goes_back(session, guard, info, loop.inputs, saving, say):
-                    left_out.add(info.step)
-                    again = True
-                    break
+                if not info.hit:
+                    on_step(info)
                 guard.note(info)
-            if not again:
+            else:
                 break
     except Exception as error:
         if not (isinstance(error, NumericsError) and guard.dumped):

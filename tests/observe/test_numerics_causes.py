@@ -67,6 +67,7 @@ def test_float16_alone_is_no_overflow() -> None:
     pole = replace(BACKWARD, dtype="float16", kind="nan")
     assert code_of(origin=pole, scale=1.0) == "MC402", "NaN out of small numbers is a pole"
     assert code_of(origin=replace(pole, kind="inf"), scale=1.0) == "MC403"
+    assert code_of(origin=replace(pole, kind="inf", magnitude=math.inf), scale=1.0) == "MC402", "float32 says the same"
     assert code_of(origin=replace(FORWARD, dtype="bfloat16", magnitude=1e39)) == "MC401"
 
 

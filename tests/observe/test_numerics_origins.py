@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model_check.observe.numerics.origins import Origin, OriginFinder
-
-HERE = Path(__file__)
-
-
-def line_of(mark: str) -> str:
-    """The place of the one line of this file that ends with this mark."""
-    found = [n for n, text in enumerate(HERE.read_text().splitlines(), 1) if text.endswith(f"  # {mark}")]
-    assert len(found) == 1, found
-    return f"{__file__}:{found[0]}"
+from tests.marked_lines import line_of
 
 
 class Net(nn.Module):
@@ -96,7 +87,7 @@ def test_the_operation_and_its_line_are_found(
 ) -> None:
     origin = find(Net(tail, wraps), torch.randn(3, 4))
     assert origin is not None
-    assert (origin.direction, origin.site.op, origin.site.location) == (direction, op, line_of(mark))
+    assert (origin.direction, origin.site.op, origin.site.location) == (direction, op, line_of(__file__, mark))
     assert not origin.received and origin.given is None
 
 
@@ -157,7 +148,7 @@ def test_a_row_that_sees_nothing_is_a_division_by_an_empty_mask() -> None:
     origin = find(Net(masked_attention(blind)), torch.randn(3, 4))
     assert origin is not None
     assert (origin.site.op, origin.kind, origin.empty_divisor) == ("softmax", "nan", True)
-    assert origin.site.location == line_of("attention")
+    assert origin.site.location == line_of(__file__, "attention")
 
 
 def test_a_mean_over_nothing_is_a_division_by_an_empty_mask() -> None:

@@ -105,8 +105,8 @@ def _empty_mask(now: Situation) -> Cause | None:
 
 def _half_overflow(now: Situation) -> Cause | None:
     origin = now.origin
-    if origin is None or origin.dtype != "float16":
-        return None
+    if origin is None or origin.dtype != "float16" or origin.magnitude == math.inf:
+        return None  # what is infinite in float32 too is not the format's fault
     facts = []
     if origin.magnitude is not None and origin.magnitude > FLOAT16_MAX:
         facts.append(f"observed: {origin.magnitude:.6g} in float16, whose largest number is {FLOAT16_MAX:.0f}")

@@ -7,6 +7,7 @@ has no lines of its own: each node of the graph is known by its number, and so b
 
 from __future__ import annotations
 
+import math
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -82,7 +83,7 @@ class Origin:
     kind: str  # nan or inf
     dtype: str
     inputs: tuple[Range, ...] = ()
-    magnitude: float | None = None  # what float32 makes of a float16 overflow
+    magnitude: float | None = None  # what float32 makes of it, where it is float16; infinite: the same
     empty_divisor: bool = False
     given: str | None = None  # a parameter or an input that was not finite to begin with
     received: bool = False  # it was there before any operation that could be watched
@@ -320,8 +321,10 @@ def _magnitude(
         results = _tensors(func(*wide[0], **wide[1]))
     except RuntimeError:
         return None  # some operations exist for half precision only
-    found = [Range.of(t).absmax for t in results[:1] if checkable(t) and t.dtype != torch.float16]
-    return found[0] if found else None
+    wide_results = [t for t in results[:1] if checkable(t) and t.dtype != torch.float16]
+    if not wide_results:
+        return None
+    return Range.of(wide_results[0]).absmax if is_finite(wide_results[0]) else math.inf
 
 
 def _model_line(frame: FrameType | None, shown: Callable[[str], str]) -> tuple[str, str]:
