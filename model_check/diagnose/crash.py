@@ -181,10 +181,9 @@ def _exception_finding(
     if code in ("MC307", "MC501"):
         account = memory_account(root.rank, exception)
         extra = [*memory_facts(account, evidence.plan), *_memory_history(root.rank)]
-        if code == "MC501":
-            fix = memory_fixes(account, evidence.plan)
-            if account.fragmented:
-                code, about = "MC502", "{who} found its device memory in pieces too small to use"
+        fix = memory_fixes(account, evidence.plan)
+        if code == "MC501" and account.fragmented:
+            code, about = "MC502", "{who} found its device memory in pieces too small to use"
     if code == "MC110" and (path := _file_being_read(root.rank, root.began)):
         extra.append(f"observed: it was reading {path}")
     if code == "MC216":

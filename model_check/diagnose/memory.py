@@ -26,6 +26,7 @@ _CAPACITY = re.compile(rf"total capacity of {_SIZE} of which {_SIZE} is free")
 _ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch, and {_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SHOWN = 5
+_WORTH_SHOWING = 0.01  # of what is in use
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def memory_facts(account: Account, plan: Mapping[str, Any]) -> list[str]:
         facts.append("observed: in use " + ", ".join(f"{name} {_size(size)}" for name, size in held))
     elif account.allocated is not None:
         facts.append(f"observed: torch has {_size(account.allocated)} in use")
-    facts += [f"observed: {_holding(item)}" for item in account.largest[:_SHOWN]]
+    worth = _WORTH_SHOWING * max(sum(account.categories.values()), account.allocated or 0)
+    shown = [item for item in account.largest[:_SHOWN] if (_number(item.get("bytes")) or 0) >= worth]
+    facts += [f"observed: {_holding(item)}" for item in shown]
     if account.free_in_pieces >= (account.requested or GIB):
         largest = f", the largest {_size(account.largest_piece)}" if account.largest_piece else ""
         facts.append(f"observed: {_size(account.free_in_pieces)} are free inside the allocator in pieces{largest}")
@@ -156,6 +159,9 @@ def _size(value: Any) -> str:
 
 def memory_fixes(account: Account, plan: Mapping[str, Any]) -> list[str]:
     """The smallest change that fits, where the plan of the run knows one; else what the largest category suggests."""
+    most = account.total or _number(account.limits.get("total"))
+    if account.requested is not None and most is not None and account.requested > most:
+        return [f"one allocation of {_size(account.requested)} is more than there is: the sizes on that line are wrong"]
     if account.fragmented:
         return [
             "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves no such pieces",

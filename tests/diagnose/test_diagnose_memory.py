@@ -109,7 +109,13 @@ def test_host_memory_has_the_hosts_numbers(stage: Any) -> None:
     assert (finding.code, finding.ranks) == ("MC307", [1])
     said = "\n".join(finding.evidence)
     assert "it asked for 6.00 GiB\n" in said
+    assert finding.fix[0].startswith("activations take most")
     assert "the host has 3.00 GiB of 64.00 GiB left; its address space is limited to 8.00 GiB" in said
+
+
+def test_one_tensor_larger_than_the_device_is_a_wrong_size(stage: Any) -> None:
+    finding = failed(stage, requested=900 * GIB)
+    assert finding.fix == ["one allocation of 900.00 GiB is more than there is: the sizes on that line are wrong"]
 
 
 def test_without_a_record_the_message_says_it() -> None:
