@@ -62,7 +62,7 @@ class Replayer:
             loss = float(self._passes.accumulate(inputs.micro_batches, scaled))
         gradients = [(name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None]
         bad = tuple(bad_tensors(gradients))
-        # After an exchange a bad gradient may be anybody's: it counts as this rank's only if a bad number was made here.
+        # After an exchange a bad gradient may be anybody's: it counts as ours only if a bad number was made here.
         made_here = bool(bad) and (finder.origin is not None or not self.together)
         own_fault = made_here or not math.isfinite(loss) or self._train_step.own_gradients_bad()
         return Replayed(finder.origin, loss, bad, max((_largest(g) for _, g in gradients), default=0.0), own_fault)
