@@ -135,6 +135,9 @@ class Guard:
         forward = replayed.origin is not None and replayed.origin.direction == "forward"
         seen = self._gather((replayed.own_fault, replayed.largest_gradient, info.own_fault, forward))
         guilty = [rank for rank, (fault, *_) in enumerate(seen) if fault]
+        if info.scale > 1.0 and any(each[3] for each in seen):
+            # Beside a loss that is bad, a scaled gradient that overflows is a matter of the scale, and no fault.
+            guilty = [rank for rank, each in enumerate(seen) if each[3]]
         if not guilty:
             # All gradients are finite, and their norm is not: its square left the range.
             guilty = [rank for rank, (_, largest, *_) in enumerate(seen) if largest > _OVERFLOWING]
