@@ -184,8 +184,7 @@ def _show_parts(console: Console, option: Option) -> None:
     console.print(table)
     verdict = "fits" if option.fits else "does not fit"
     console.print(
-        f"reserved by the allocator {memory.reserved / GIB:.1f}, with CUDA and NCCL {memory.needed / GIB:.1f} of "
-        f"{option.device_bytes / GIB:.1f} GiB: "
+        f"with slack, CUDA and NCCL {memory.needed / GIB:.1f} of {option.device_bytes / GIB:.1f} GiB: "
         + f"[{'green' if option.fits else 'red'}]{verdict}[/]"
         + (f"; {memory.host / GIB:.1f} GiB of host memory" if memory.host else "")
     )

@@ -103,13 +103,12 @@ def changes_of(job: Job, option: Option) -> dict[str, Any]:
         "fsdp.cpu_offload": load.offloads,
     }
     changed = {key: value for key, value in wanted.items() if value != _value(job, key)}
-    as_it_is = config.parallel.strategy
-    if as_it_is not in ("auto", layout.strategy) or changed:
+    named = config.parallel.strategy
+    if named != "auto" and named != layout.strategy:
+        changed["parallel.strategy"] = layout.strategy
+    elif named == "auto" and changed and job.world_size > 1:
         # Named, for what `auto` would take depends on the machine it runs on.
-        if as_it_is != layout.strategy and job.world_size > 1:
-            changed["parallel.strategy"] = layout.strategy
-        elif load.offloads and as_it_is == "ddp":
-            changed["parallel.strategy"] = "fsdp"
+        changed["parallel.strategy"] = layout.strategy
     if load.micro_batches != _micro_batches_after(job, changed):
         # The global batch is kept; the number of micro-batches follows from it.
         changed["training.global_batch"] = job.global_batch

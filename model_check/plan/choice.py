@@ -80,7 +80,7 @@ def with_gathering(
     if not layout.shards or gpu_bytes is None:
         return layout
     kept = estimate(config, replace(layout, keep_gathered=True), parameters, shape)
-    return replace(layout, keep_gathered=kept.fits(gpu_bytes))
+    return replace(layout, keep_gathered=kept.fits_with_ease(gpu_bytes))
 
 
 def _reason(layout: Layout, needed: dict[Strategy, float], gpu_bytes: int) -> str:

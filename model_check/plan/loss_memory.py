@@ -50,8 +50,10 @@ def loss_bytes(shape: ModelShape, load: Workload, tokens: float, *, tensor: int,
         at_once = chunk * (1 + 2 * _FP32 / load.width) + weight * 2 * _FP32
         return LossBytes(at_once, 0.0, gradient, hidden_gradient)
     # A chunk's logits stay until those of the next have taken their name.
-    at_once = chunk * min(2, chunks)
-    if autocast:
-        # The weight in the format of the product, and the newest summand.
-        at_once += weight * load.width + (weight * _FP32 if chunks > 1 else 0.0)
+    two_chunks = chunk * min(2, chunks)
+    if not autocast:
+        return LossBytes(two_chunks, gradient, gradient, hidden_gradient)
+    # The weight in the format of the product; later, beside one chunk, a float32 product to be added to the sum.
+    summand = weight * _FP32 if chunks > 1 else 0.0
+    at_once = weight * load.width + max(two_chunks, chunk + summand)
     return LossBytes(at_once, gradient, gradient, hidden_gradient)

@@ -26,13 +26,16 @@ MOMENTS = ("forward", "loss", "backward", "optimizer")
 
 # cuBLAS keeps 32 MiB for each thread that multiplies (forward, backward) on Hopper; kernels keep small change.
 WORKSPACE_BYTES = 2 * 32 * MIB + 32 * MIB
-# What lies between the blocks that are in use: measured as reserved / allocated, see docs/memory.md.
-SLACK_SHARE = 0.03
+# What must be left beside the tensors themselves: holes between blocks, rounding; and, in sharded runs, blocks that
+# belong to another stream.
+SLACK_SHARE, SLACK_SHARE_SHARDED = 0.03, 0.1
 SLACK_BYTES = 256 * MIB
-# The context, loaded kernels and cuDNN's handles; what one rank holds before its first tensor.
-CONTEXT_BYTES = 640 * MIB
-# NCCL's channels, for each kind of group that a rank is a member of.
-NCCL_BYTES = 384 * MIB
+# What the allocator takes from the device, over what it hands out: medians of docs/memory.md. Sharded runs use several
+# streams, each with blocks of its own; most of that goes back when memory becomes short.
+RESERVED_SHARE, RESERVED_SHARE_SHARDED = 0.04, 0.29
+# The context, loaded kernels and cuDNN's handles: measured, as NCCL's buffers are, for each kind of group of a rank.
+CONTEXT_BYTES = 768 * MIB
+NCCL_BYTES = 552 * MIB
 
 ADAM_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.1}
 
@@ -56,6 +59,7 @@ class MemoryPlan:
     moments: tuple[Moment, ...]
     outside: float  # CUDA's context and NCCL, which the allocator does not see
     host: float = 0.0  # offloaded parameters, gradients and moments
+    shards: bool = False
 
     @cached_property
     def peak(self) -> Moment:
@@ -68,15 +72,21 @@ class MemoryPlan:
 
     @property
     def reserved(self) -> float:
-        return self.allocated * (1 + SLACK_SHARE) + SLACK_BYTES
+        """The peak of `torch.cuda.max_memory_reserved` where there is plenty: the allocator keeps what it once took."""
+        return self.allocated * (1 + (RESERVED_SHARE_SHARDED if self.shards else RESERVED_SHARE))
 
     @property
     def needed(self) -> float:
-        """What the device must have."""
-        return self.reserved + self.outside
+        """What the device must have: the tensors, some slack between them, and what is outside of the allocator."""
+        slack = SLACK_SHARE_SHARDED if self.shards else SLACK_SHARE
+        return self.allocated * (1 + slack) + SLACK_BYTES + self.outside
 
     def fits(self, device_bytes: float) -> bool:
         return self.needed <= device_bytes
+
+    def fits_with_ease(self, device_bytes: float) -> bool:
+        """The allocator never has to give anything back, which would make the device wait."""
+        return max(self.needed, self.reserved + self.outside) <= device_bytes
 
     def cannot_fit(self, device_bytes: float) -> bool:
         """Not even if the allocator wasted nothing. Between this and `fits` only a try can tell."""
@@ -111,7 +121,7 @@ def plan_state(parameters: int, load: Workload, layout: Layout) -> MemoryPlan:
         "optimizer": state.optimizer,
         "communication": gathered,
     }
-    return MemoryPlan((Moment("optimizer", parts),), _outside(layout), state.host)
+    return MemoryPlan((Moment("optimizer", parts),), _outside(layout), state.host, layout.shards)
 
 
 def _plan_stage(shape: ModelShape, load: Workload, layout: Layout, stage: int) -> MemoryPlan:
@@ -168,20 +178,20 @@ def _plan_stage(shape: ModelShape, load: Workload, layout: Layout, stage: int) -
                 "backward",
                 gradients=held_gradients + head_gradient + block_gradient,
                 activations=first_block,
-                communication=traffic.backward,
+                communication=traffic.first_block,
             ),
             moment(
                 "backward",
-                gradients=max(held_gradients + block_gradient, state.gradients - sizes.embedding_gradient(state)),
+                gradients=max(held_gradients + block_gradient, state.gradients - sizes.later_gradients(state, layout)),
                 activations=waiting + stream + whole_block,
-                communication=traffic.backward,
+                communication=traffic.last_block,
             ),
             moment("backward", gradients=state.gradients, activations=2 * stream, communication=traffic.at_end),
             key=lambda found: found.total,
         )
     )
-    moments.append(moment("optimizer", gradients=state.gradients, communication=traffic.at_optimizer))
-    return MemoryPlan(tuple(moments), _outside(layout), state.host)
+    moments.append(moment("optimizer", gradients=state.gradients, communication=0.0))
+    return MemoryPlan(tuple(moments), _outside(layout), state.host, layout.shards)
 
 
 @dataclass(frozen=True)
@@ -211,8 +221,10 @@ class _StageSizes:
     def parameters(self) -> float:
         return self.layers * self.block_parameters + self.embedding + self.head
 
-    def embedding_gradient(self, state: _State) -> float:
-        return state.gradients * self.embedding / self.parameters
+    def later_gradients(self, state: _State, layout: Layout) -> float:
+        """Gradients that do not exist yet when the last block's are complete: the embedding's; in shards the head's."""
+        later = self.embedding + (self.head if layout.shards else 0.0)
+        return state.gradients * later / self.parameters
 
 
 @dataclass(frozen=True)
@@ -221,9 +233,9 @@ class _Traffic:
 
     forward: float = 0.0
     at_loss: float = 0.0
-    backward: float = 0.0
+    first_block: float = 0.0
+    last_block: float = 0.0
     at_end: float = 0.0
-    at_optimizer: float = 0.0
 
     @classmethod
     def of(cls, shape: ModelShape, load: Workload, layout: Layout, sizes: _StageSizes) -> _Traffic:
@@ -232,19 +244,21 @@ class _Traffic:
         width = load.width if load.gathers_half else 4
         block, head = sizes.block_parameters, sizes.head or (sizes.embedding if shape.tie_embeddings else 0.0)
         whole_sums = 4 * sizes.parameters if layout.keep_gathered and load.micro_batches > 1 else 0.0
-        if layout.keep_gathered:
-            gathered = width * sizes.parameters
-        else:
-            # One block is in use, the next one arrives: as it comes off the wire, and cut into its tensors.
-            gathered = width * (head + 3 * block)
-        arriving = width * block
-        # Gradients of a block as they were computed, and two of them in float32 on their way into shards.
-        leaving = (width + 2 * 4) * block
+        # One block is in use, the next one arrives: as it comes off the wire, and cut into its tensors. The root's
+        # parameters, which are the head, stay from its forward to the end.
+        passing = width * (head + 3 * block)
+        gathered = width * sizes.parameters if layout.keep_gathered else passing
+        # Gradients of a block as they were computed, and in float32 on their way into shards. A lone rank's shard is
+        # the whole. The head's wait for the end of the backward pass.
+        on_the_wire = 4 if layout.shard * layout.context > 1 else 0
+        leaving = (width + on_the_wire) * block + width * head
         return cls(
-            forward=gathered + arriving + whole_sums,
+            forward=gathered + width * block + whole_sums,
             at_loss=(gathered if layout.keep_gathered else width * head) + whole_sums,
-            backward=gathered + leaving + width * head + whole_sums,
-            at_end=(gathered if layout.keep_gathered else width * head) + (width + 4) * head + whole_sums,
+            first_block=gathered + leaving + whole_sums,
+            # Whatever was kept is freed block by block on the way back.
+            last_block=min(gathered, passing + width * sizes.embedding) + leaving + whole_sums,
+            at_end=width * head + (width + on_the_wire) * head + whole_sums,
         )
 
 
@@ -278,4 +292,5 @@ def _state(parameters: float, load: Workload, layout: Layout) -> _State:
 
 def _outside(layout: Layout) -> float:
     groups = sum(size > 1 for size in (layout.pipeline, layout.data_parallel * layout.context, layout.tensor))
-    return CONTEXT_BYTES + groups * NCCL_BYTES
+    # What is sharded has a group even where it has one member.
+    return CONTEXT_BYTES + max(groups, layout.shards) * NCCL_BYTES

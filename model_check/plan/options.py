@@ -126,7 +126,7 @@ class Job:
         if 1 < group < base.data_parallel:
             hybrid = replace(base, strategy="hsdp", replicate=base.data_parallel // group, shard=group)
             yield from self._gatherings(hybrid)
-        if base.data_parallel > 1 or load.offloads:
+        if base.data_parallel > 1 or load.offloads or self.config.parallel.strategy == "fsdp":
             yield from self._gatherings(replace(base, strategy="fsdp", replicate=1, shard=base.data_parallel))
 
     def _gatherings(self, layout: Layout) -> Iterator[Layout]:

@@ -19,12 +19,14 @@ from model_check.plan.workload import Workload
 PRODUCT_SHARE = 0.72
 FP8_PRODUCT_SHARE = 1.08  # of the bf16 peak, casts included
 ATTENTION_SHARE = 0.56
+# What the sum of the parts leaves out: launches, and what runs between the kernels.
+BETWEEN_KERNELS = 1.05
 MEMORY_SHARE = 0.89
 LINK_SHARE = 0.7
 # The backward pass of fused attention computes the scores again: 5 products where the forward pass has 2.
 ATTENTION_WORK = 3.5 / 3
 # What the forward pass repeats, as a share of it: docs/memory.md has the measured cost.
-_REPEATED = {"none": 0.0, "selective": 0.33, "full": 1.0}
+_REPEATED = {"none": 0.0, "selective": 0.33, "full": 0.75}
 GPUS_PER_HOST = 8
 # Offloaded: parameters and gradients cross PCIe, and the host's processors update them at the rate of its memory.
 _PCIE_BYTES_PER_S = 25e9
@@ -84,8 +86,9 @@ def _micro_batch_seconds(
     # Norms, rotation, gate and residuals read and write about 9 streams and 6 gates a token, three times over.
     passes = 3.0 if load.compiled else 6.0
     moved = passes * load.width * (9 * shape.hidden_size + 6 * shape.intermediate_size) * shape.num_layers * tokens
-    logits = 4 * load.width * shape.vocab_size * tokens
-    return (seconds + (moved * repeated + logits) / (memory_rate * MEMORY_SHARE)) / ranks
+    # Fused, logits become their gradient in place; else they pass through float32, softmax and their gradients.
+    logits = (4 * load.width if load.fused_loss else 32) * shape.vocab_size * tokens
+    return BETWEEN_KERNELS * (seconds + (moved * repeated + logits) / (memory_rate * MEMORY_SHARE)) / ranks
 
 
 def _optimizer_seconds(shape: ModelShape, load: Workload, layout: Layout, memory_rate: float) -> float:
