@@ -26,7 +26,9 @@ from model_check.observe.instrument.replaying import (
 )
 from model_check.observe.numerics.causes import Cause, Situation, judge_cause
 from model_check.observe.numerics.origins import Origin
+from model_check.observe.numerics.ranges import checkable
 
+_OUTLIER = 100.0
 _FIXES = {
     "MC401": ("look at the named line and the numbers that go into it", "lower the learning rate"),
     "MC403": ("use bfloat16: the same memory, the range of float32", "keep the named layer in float32"),
@@ -134,7 +136,7 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
     site = origin.site
     file, line, function = hit.call.line() or ("", 0, "")
     samples = samples_with_bad_input(hit.call) or samples_alone(hit.call)
-    cause = _judged(hit, origin, history, samples or None, rate)
+    cause = _judged(hit, origin, history, samples if _odd(hit.call, samples) else None, rate)
     evidence = [*([hit.scaler] if hit.scaler else []), *cause.evidence]
     if not hit.replay.computes_loss and origin.direction == "backward":
         evidence.append("inferred: it was replayed with ones in place of the gradient of the script's own loss")
@@ -235,6 +237,9 @@ def _judged(hit: Hit, origin: Origin | None, history: History, samples: list[int
             reproduced=True,
         )
     )
+    if found.code in ("MC401", "MC406") and (jump := history.rate_jump()) is not None:
+        jumped = f"observed: the learning rate went from {jump[0]:g} to {jump[1]:g}, and the loss left its level"
+        return Cause("MC405", (jumped, f"observed: losses {history.shown()}", *found.evidence))
     if found.code == "MC401" and history.diverges_from_the_start():
         grew = f"observed: the loss grew with every update since the first: {history.shown()}"
         return Cause("MC405", (grew, f"observed: learning rate {step_rate:g}", *found.evidence))
@@ -249,6 +254,20 @@ def _widest_gain(call: Call) -> tuple[str, float] | None:
         if parameter.dim() >= 2 and parameter.shape[0] > 1 and finite(parameter)
     ]
     return max(gains, key=lambda gain: gain[1], default=None)
+
+
+def _odd(call: Call, samples: list[int]) -> bool:
+    """These samples hold numbers that are not finite, or far outside those of the others: the data is to blame."""
+    args, kwargs = call.given()
+    for tensor in tensors_in(args, kwargs):
+        if not checkable(tensor) or not tensor.dim() or not 0 < len(samples) < tensor.shape[0]:
+            continue
+        sizes = tensor.detach().reshape(tensor.shape[0], -1).abs().amax(dim=1).tolist()
+        others = sorted(size for number, size in enumerate(sizes) if number not in samples)
+        usual = max(others[len(others) // 2], 1e-6)
+        if all(not sizes[number] <= _OUTLIER * usual for number in samples):
+            return True
+    return False
 
 
 def _batch_size(call: Call) -> int:

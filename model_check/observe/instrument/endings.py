@@ -21,7 +21,6 @@ from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.exceptions import NOTES, summarize
 from model_check.observe.instrument.spans import is_wrapped
 
-
 _STEPS = "model_check.observe.instrument.steps"  # looked up, not imported: it needs torch
 
 

@@ -17,6 +17,8 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+
 from model_check.errors import NumericsError
 from model_check.observe.instrument.blame import Hit, report_of
 from model_check.observe.instrument.box import BOX, GUARD_VARIABLE
@@ -24,6 +26,7 @@ from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
 from model_check.observe.instrument.lossline import Place, Pole, poles
 from model_check.observe.instrument.readings import Reading, local, reading_of
+from model_check.observe.instrument.replaying import finite
 
 Mode = Literal["observe", "halt", "off"]
 _MOST_REPORTS = 1  # once weights are not finite, every later step says the same
@@ -106,8 +109,8 @@ class Guard:
         gradient = self._gradient(optimizer)
         bad = self._bad_pass()
         grad_norm = gradient.value() if gradient is not None and gradient.ready else math.nan
-        if bad is not None and gradient is not None and gradient.ready and math.isfinite(grad_norm):
-            bad = None  # the script took this pass out of its gradients
+        if bad is not None and _gradients_finite(optimizer):
+            bad = None  # the script took this pass out of its gradients, or they do not depend on what is bad in it
         if bad is not None:
             self._found(step, bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place), grad_norm)
         elif gradient is not None and self._is_bad(gradient):
@@ -152,14 +155,15 @@ class Guard:
         return [pole for this in self._passes for pole in this.poles]
 
     def _gradient(self, optimizer: Any) -> Reading | None:
-        """The norm of one of the first small gradients and of one that changes from step to step, in one number."""
+        """The size of the first gradient and of one that changes from step to step, in one number."""
         gradients = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
         if not gradients:
             return None
         self._turn = (self._turn + 1) % len(gradients)
         picked = [gradients[0], gradients[self._turn]] if self._turn else gradients[:1]
         plain = [piece for gradient in picked if (piece := local(gradient)) is not None]
-        norms = [gradient.detach().reshape(-1)[:_SMALL].norm() for gradient in plain]
+        # The largest magnitude: a norm of large numbers overflows before they do.
+        norms = [torch.linalg.vector_norm(g.detach().reshape(-1)[:_SMALL], math.inf) for g in plain if g.numel()]
         if not norms:
             return None
         total = norms[0] if len(norms) == 1 else norms[0] + norms[1].to(norms[0].dtype)
@@ -177,6 +181,11 @@ class Guard:
             cause = "this rank's own pass" if report is not None else "a peer's gradients"
             self._halted = f"step {step} is not applied: {cause} made its gradients non-finite"
             raise NumericsError(self._halted, remedy="the run was started with --guard halt")
+
+
+def _gradients_finite(optimizer: Any) -> bool:
+    """Looks at all of them: asked only where something is known to be wrong."""
+    return all(finite(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def _learning_rate(optimizer: Any) -> float:

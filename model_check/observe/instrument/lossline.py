@@ -39,6 +39,7 @@ _MADE_OF = {
 }
 _LOSS_NODES = 8  # looked at in every step
 _SMALL = 1 << 16
+_MEAN = 1  # as torch numbers the ways to reduce a loss
 _TEXT = {
     "Norm": ("norm",),
     "LinalgVectorNorm": ("norm",),
@@ -178,7 +179,8 @@ def _stumbles(node: Any, kept: list[tuple[str, torch.Tensor]]) -> str:
     if kind == "Pow" and inner is not None:
         return "raises a number to a power that it does not have" if _pow_fails(node, inner) else ""
     if kind.startswith("NllLoss") and (weight := values.get("_saved_total_weight")) is not None:
-        return "all labels are ignored" if float(weight) == 0 else ""
+        averages = getattr(node, "_saved_reduction", 0) == _MEAN
+        return "averages over labels that are all ignored" if averages and float(weight) == 0 else ""
     if kind == "Mean" and getattr(node, "_saved_self_sym_numel", 1) == 0:
         return "takes the mean of nothing"
     return ""
