@@ -25,8 +25,9 @@ from model_check.engine.arrangement import arrange_llama
 from model_check.engine.optimizer import build_optimizer
 from model_check.engine.place import Place
 from model_check.engine.step import TrainStep
+from model_check.plan.choice import estimate
 from model_check.plan.flops import count_flops_per_token
-from model_check.plan.layout import GIB, estimate
+from model_check.plan.memory import GIB
 from model_check.plan.peaks import peak_flops
 
 RESULTS = Path(__file__).parent / "results"
@@ -82,7 +83,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, object]:
     median = statistics.median(seconds[WARM_UP:])
     rate = args.batch * args.context / median
     peak = peak_flops(torch.cuda.get_device_name(), "bf16")
-    planned = estimate(config, arranged.layout, shape.parameters(), shape, on_gpu=True).total
+    planned = estimate(config, arranged.layout, shape.parameters(), shape).allocated
     return {
         "mode": mode,
         "tokens_per_s": round(rate),

@@ -28,6 +28,7 @@ class Verb:
 VERBS = {
     "train": Verb("model_check.cli.train", "train", "Train a LLaMA on every GPU, or on CPU ranks."),
     "prepare": Verb("model_check.cli.prepare", "prepare", "Tokenize and cache the data of a configuration."),
+    "plan": Verb("model_check.cli.plan", "plan", "What a configuration needs of a GPU, and how to run it best."),
     "gpus": Verb("model_check.cli.gpus", "gpus", "List the GPUs, their load, and which ones a job would take."),
     "run": Verb(
         "model_check.cli.run",

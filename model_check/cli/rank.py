@@ -23,6 +23,8 @@ from model_check.engine.worker import assemble, continue_from, fit, open_loader
 from model_check.launch import RankContext, step_line
 from model_check.models import Llama
 from model_check.observe import instrument
+from model_check.observe.instrument import outofmemory
+from model_check.observe.memory_marks import MemoryMarks
 from model_check.observe.metrics import MetricsWriter, Sink, TensorBoardSink, WandbSink
 from model_check.rundir import RunDir
 
@@ -98,6 +100,14 @@ def _error_dir(order: TrainOrder, run_dir: RunDir, saving: Saving | None) -> Pat
 
 def train_rank(context: RankContext, order: TrainOrder) -> None:
     """Trains as one rank. Asked to stop, it exits with 75 after a save, or with 143."""
+    try:
+        _train(context, order)
+    except Exception as error:
+        outofmemory.note(error)  # while its frames still hold what filled the memory
+        raise
+
+
+def _train(context: RankContext, order: TrainOrder) -> None:
     config = order.config
     run_dir = RunDir(Path(context.run_dir))
     instrument.install(run_dir.root, rank=context.rank, world_size=context.world_size, local_rank=context.local_rank)
@@ -111,16 +121,20 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
     def say(line: str) -> None:
         _print_line(f"[{context.label}] {line}")
 
+    marks = MemoryMarks(say)
+    marks.reach("START")
     join(
         place,
         backend=config.system.backend,
         timeout_s=config.system.timeout_s,
         host_tensors=config.fsdp.cpu_offload,
     )
+    marks.reach("POST-IMPORT")
     data = prepare(data_spec(config))
     session = assemble(config, place, open_loader(config, place, data.train), held_out=data.valid)
     if isinstance(session.bare_model, Llama):
         check_vocabulary(data.train, session.bare_model.shape.vocab_size)
+    marks.reach("POST-MODEL")
     if place.is_first and place.world_size > 1:
         say(f"layout: {session.layout.describe()}")
     saves = order.save and config.checkpoint.interval > 0
@@ -141,6 +155,7 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
     with _metrics(order, place, run_dir) as metrics, profiled(trace_dir) as step_done:
 
         def on_step(info: StepInfo) -> None:
+            marks.reach("FIRST-STEP")
             if metrics is not None:
                 metrics.write(info.record())
             if info.step % config.training.log_interval == 0 or info.step == config.training.max_steps - 1:
@@ -164,7 +179,9 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
             on_step=on_step,
             saving=saving,
             error_dir=_error_dir(order, run_dir, saving),
+            dumps_dir=run_dir.dumps_dir,
             say=say,
+            show=_print_line,
             stop_requested=stop,
         )
     leave()

@@ -6,11 +6,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from model_check.errors import UsageError
+from model_check.launch.injection import GuardMode
 from model_check.launch.supervisor import Limits, Supervisor
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
@@ -32,6 +33,10 @@ def run(
     hang_kill_after_s: Annotated[
         float, typer.Option("--hang-kill-after-s", min=0.0, help="End an idle hang after this long; 0: only on proof.")
     ] = 300.0,
+    guard: Annotated[
+        str,
+        typer.Option("--guard", help="Steps with NaN or infinity: observe (report), halt (refuse), off."),
+    ] = "observe",
 ) -> int:
     """Run SCRIPT ARGS… on N ranks as torchrun would, and name every hang and crash: rank, line, cause, fix.
 
@@ -56,9 +61,10 @@ def run(
         )
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
+    mode = _guard_mode(guard)
     if own_launcher:
-        return _run_command(words, run_dir, hang_kill_after_s)
-    return _run_script(words, nproc or 1, module, run_dir, hang_kill_after_s)
+        return _run_command(words, run_dir, hang_kill_after_s, mode)
+    return _run_script(words, nproc or 1, module, run_dir, hang_kill_after_s, mode)
 
 
 def _after_double_dash(words: list[str]) -> bool:
@@ -67,7 +73,16 @@ def _after_double_dash(words: list[str]) -> bool:
     return len(typed) > len(words) and typed[-len(words) - 1] == "--"
 
 
-def _run_script(words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float) -> int:
+def _guard_mode(said: str) -> GuardMode:
+    for mode in get_args(GuardMode):
+        if said == mode:
+            return mode
+    raise UsageError(f"--guard {said} is not a mode", remedy="use observe, halt or off")
+
+
+def _run_script(
+    words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float, guard: GuardMode
+) -> int:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.foreign import ForeignScript, run_script
     from model_check.observe.environment import snapshot_environment
@@ -79,7 +94,7 @@ def _run_script(words: list[str], nproc: int, module: bool, run_dir: Path | None
     directory = RunDir.create(run_dir)
     write_json_atomic(directory.environment, snapshot_environment())
     supervisor = supervisor_for(directory, Limits(kill_after_s=hang_kill_after_s))
-    result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor)
+    result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor, guard=guard)
     if result.outcome == "interrupted":
         supervisor.note_stop(f"interrupted: {result.message}")
     return _show_end(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor, directory)
@@ -94,7 +109,7 @@ def _refuse_a_launcher(words: list[str]) -> None:
         )
 
 
-def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float) -> int:
+def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float, guard: GuardMode) -> int:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
     from model_check.launch.injection import injected_environment
@@ -108,7 +123,7 @@ def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: floa
     directory = RunDir.create(run_dir)
     limits = Limits(kill_after_s=hang_kill_after_s, own_launcher_s=_OWN_LAUNCHER_S)
     supervisor = supervisor_for(directory, limits)
-    env = injected_environment(directory, os.environ)
+    env = injected_environment(directory, os.environ, guard)
     result = run_command(words, run_dir=directory, env=env, supervisor=supervisor)
     outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
     if result.interrupted:

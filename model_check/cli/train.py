@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from model_check.cli.fitting import Fitted, fit_to_gpus
 from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
 from model_check.config import Config, check_world, to_jsonable, unsupported
 from model_check.errors import ConfigError, ModelCheckError, UsageError
@@ -44,6 +45,9 @@ def train(
     resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or a .pt file.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even where the plan says that it does not fit.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
     single: Annotated[bool, typer.Option("--single", hidden=True, help="One rank, on system.device_id.")] = False,
 ) -> int:
@@ -64,15 +68,16 @@ def train(
         raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
     launched_by = foreign_launcher(os.environ)
     if launched_by:
-        return _one_rank_of(resolved, visible, run_dir, resume)
+        return _one_rank_of(resolved, visible, run_dir, resume, force)
     chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
     if nnodes > 1 and rdzv_endpoint is None:
         raise UsageError(f"--nnodes {nnodes} needs a place to meet", remedy="add --rdzv-endpoint HOST:PORT of one host")
     _check(resolved, ranks * nnodes)
+    fitted = fit_to_gpus(resolved, chosen, world_size=ranks * nnodes, ranks_per_host=ranks, force=force, say=_to_stderr)
     if dry_run:
-        typer.echo(json.dumps(to_jsonable(resolved), indent=2))
+        typer.echo(json.dumps(to_jsonable(fitted.config), indent=2))
         return 0
-    return _train_here(resolved, chosen, ranks, nnodes, rdzv_endpoint, run_dir, resume)
+    return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, run_dir, resume)
 
 
 def _placement(
@@ -107,10 +112,16 @@ def _check(config: Config, world_size: int) -> None:
         raise ConfigError(problems)
 
 
-def _write_identity(run_dir: RunDir, config: Config) -> None:
+def _to_stderr(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _write_identity(run_dir: RunDir, fitted: Fitted) -> None:
     from model_check.observe.environment import snapshot_environment
 
-    write_json_atomic(run_dir.config, _without_secrets(to_jsonable(config)))
+    write_json_atomic(run_dir.config, _without_secrets(to_jsonable(fitted.config)))
+    if fitted.plan is not None:
+        write_json_atomic(run_dir.plan, fitted.plan)
     write_json_atomic(run_dir.environment, snapshot_environment())
 
 
@@ -123,7 +134,7 @@ def _without_secrets(value: Any) -> Any:
     return redact_text(value) if isinstance(value, str) else value
 
 
-def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None) -> int:
+def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None, force: bool) -> int:
     """torchrun or srun has made a rank of this process: train as it, launch nothing."""
     from model_check.cli.rank import TrainOrder, train_rank
 
@@ -138,14 +149,22 @@ def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resum
     # Under `model-check run` this process records into that directory already.
     if os.environ.get(RUN_DIR_VARIABLE) != str(directory.root):
         directory.set_aside_earlier_life(context.rank, context.world_size)
+    fitted = fit_to_gpus(
+        config,
+        visible if context.device.startswith("cuda") else [],
+        world_size=context.world_size,
+        ranks_per_host=context.local_world_size,
+        force=force,
+        say=_to_stderr if context.rank == 0 else lambda line: None,
+    )
     if context.rank == 0:
-        _write_identity(directory, config)
-    train_rank(context, TrainOrder(config, resume))
+        _write_identity(directory, fitted)
+    train_rank(context, TrainOrder(fitted.config, resume))
     return 0
 
 
 def _train_here(
-    config: Config,
+    fitted: Fitted,
     chosen: list[Gpu],
     ranks: int,
     nnodes: int,
@@ -164,13 +183,14 @@ def _train_here(
     from model_check.launch.placement import Hosts
     from model_check.launch.supervisor import Limits
 
+    config = fitted.config
     _check_checkpoint_folder(config)
     if config.logging.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError("logging.wandb is true and wandb is not installed", remedy="pip install wandb, or turn it off")
     _warn_of_a_large_model_on_the_cpu(config, chosen)
     directory = RunDir.create(run_dir, resuming=resume is not None, resume_flag="--resume auto")
     directory.set_aside_earlier_attempt()
-    _write_identity(directory, config)
+    _write_identity(directory, fitted)
     with _verdict_before_the_ranks(directory, ranks * nnodes):
         prepare_with_progress(config)
     supervisor = supervisor_for(directory, Limits(kill_after_s=config.launch.hang_kill_after_s))

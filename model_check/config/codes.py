@@ -26,6 +26,7 @@ NO_STABLE_PHASE = "MC831"
 NOTHING_TO_EVALUATE = "MC832"
 GLOBAL_BATCH_NOT_DIVISIBLE = "MC833"
 GLOBAL_BATCH_MISMATCH = "MC834"
+NOTHING_TO_GO_BACK_TO = "MC835"
 DEVICE_ID_WITHOUT_GPU = "MC840"
 NCCL_WITHOUT_GPU = "MC841"
 KERNEL_WITHOUT_GPU = "MC842"
@@ -66,6 +67,7 @@ MEANINGS: dict[str, str] = {
     NOTHING_TO_EVALUATE: "evaluation is on, but no data is held out for it",
     GLOBAL_BATCH_NOT_DIVISIBLE: "global_batch cannot be split over batch_size and ranks",
     GLOBAL_BATCH_MISMATCH: "global_batch differs from batch_size × grad_accum_nums × ranks",
+    NOTHING_TO_GO_BACK_TO: "a run is to go back to a checkpoint, and saves none",
     DEVICE_ID_WITHOUT_GPU: "a GPU is named for a run on the CPU",
     NCCL_WITHOUT_GPU: "nccl is asked for on the CPU",
     KERNEL_WITHOUT_GPU: "the attention kernel exists on GPUs only",

@@ -162,6 +162,10 @@ class TrainingSection(Section):
         default="auto",
         description="Output head and cross-entropy in chunks, logits never whole. `auto`: where it saves memory.",
     )
+    oom_retry: bool = Field(
+        default=False,
+        description="A step that runs out of device memory is done again with half the micro-batch and twice as many.",
+    )
     profile: bool = Field(default=False, description="Record a torch profiler trace of a few steps.")
     log_interval: Count = Field(default=1, description="Steps between log lines.")
 
@@ -260,9 +264,19 @@ class DebugSection(Section):
 
     nan: bool = Field(
         default=False,
-        description="Stop at a step whose gradients are not finite, and name the parameters.",
+        description="Stop at a step whose loss or gradients are not finite. The guard itself is always on: such a step "
+        "never changes a weight, is replayed, and is explained.",
     )
-    dump_gb: float = Field(default=2.0, ge=0, description="Largest dump of a numerics failure, in GB. 0: no dump.")
+    on_nan: Literal["auto", "halt", "skip", "rollback"] = Field(
+        default="auto",
+        description="What follows a step that is not finite: stop, go on without it, or go back to the last checkpoint "
+        "and leave its data out (3 times at most). `auto`: halt where debug.nan is true, else skip.",
+    )
+    dump_gb: float = Field(
+        default=2.0,
+        ge=0,
+        description="Largest size of each file in the dump of a step that is not finite, in GB. 0: no dump.",
+    )
 
 
 class LoggingSection(Section):

@@ -98,6 +98,15 @@ def _schedule_rules(config: Config) -> list[Problem]:
                     "lower one of the two, or train longer",
                 )
             )
+    if config.debug.on_nan == "rollback" and config.checkpoint.interval == 0:
+        problems.append(
+            Problem(
+                codes.NOTHING_TO_GO_BACK_TO,
+                "debug.on_nan",
+                "debug.on_nan=rollback, but checkpoint.interval=0 saves nothing to go back to",
+                "set checkpoint.interval to 100, or debug.on_nan to skip",
+            )
+        )
     if training.eval_interval and config.data.validation_fraction == 0:
         problems.append(
             Problem(
@@ -211,7 +220,6 @@ def unsupported(config: Config) -> list[Problem]:
     """What the schema knows and the engine of this version does not do."""
     asked = {
         "launch.start": (config.launch.start, config.launch.start == "gate", "warm"),
-        "debug.dump_gb": (config.debug.dump_gb, config.debug.dump_gb != 2.0, "2.0"),
         "launch.low_memory": ("true", config.launch.low_memory, "false"),
         "launch.memory_limit_gb": (config.launch.memory_limit_gb, config.launch.memory_limit_gb is not None, "null"),
     }

@@ -18,6 +18,7 @@ from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import LAST_RECORDED, PLACED_BY_RECORD, make_finding, waiting_text
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
+from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
 from model_check.diagnose.raised import last_swallowed, original, raised_at, swallowed_finding, user_frame
 from model_check.diagnose.timeouts import gave_up_finding
 from model_check.diagnose.uneven import loader_frame
@@ -179,7 +180,14 @@ def _exception_finding(
     first_line = str(said.get("message", "")).strip().split("\n")[0]
     who = ranks_text(ranks)
     place = f" at {frame.site} in {frame.function}" if frame is not None else ""
-    extra = _memory_history(root.rank) if code in ("MC307", "MC501") else []
+    extra: list[str] = []
+    fix: list[str] = []
+    if code in ("MC307", "MC501"):
+        account = memory_account(root.rank, exception)
+        extra = [*memory_facts(account, evidence.plan), *_memory_history(root.rank)]
+        fix = memory_fixes(account, evidence.plan)
+        if code == "MC501" and account.fragmented:
+            code, about = "MC502", "{who} found its device memory in pieces too small to use"
     if said is not exception:
         again = user_frame({**exception, "origin": None})
         where = f", raised again at {again.site}" if again is not None else ""
@@ -198,6 +206,7 @@ def _exception_finding(
         victims=victims,
         frame=frame,
         evidence=[f"observed: {who} raised {kind}: {first_line[:400]}{place}", *extra, *facts],
+        fix=fix,
         certainty="proven",
         step=root.rank.step,
         phase=root.rank.innermost.phase if root.rank.innermost is not None else None,

@@ -219,7 +219,11 @@ class Evidence:
     now: float = 0.0
     live: bool = False
     cores: int | None = None
+    host_memory: int | None = None  # bytes that the host had to give when the job began
     damage: tuple[str, ...] = ()
+    metrics: tuple[Mapping[str, Any], ...] = ()  # of our own trainer: the first steps and the newest
+    vocabulary: int | None = None  # of our own trainer's model
+    plan: Mapping[str, Any] = field(default_factory=dict)  # of our own trainer on GPUs: what a rank was to need
 
     def of(self, rank: int) -> RankEvidence:
         return self.ranks.get(rank) or RankEvidence(rank)

@@ -15,11 +15,15 @@ from model_check.diagnose.crash import crash_findings, find_failures
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.hang import hang_findings
 from model_check.diagnose.issues import group_tables
+from model_check.diagnose.memory import retry_findings
 from model_check.diagnose.mismatch import mismatch_findings
+from model_check.diagnose.numerics import explains_failure, numerics_findings
 from model_check.diagnose.reading import Reader
+from model_check.diagnose.silent import drift_findings, name_token_ids, same_batch_findings
 from model_check.diagnose.slow import slow_findings
 from model_check.diagnose.start import start_findings
 from model_check.diagnose.waits import find_waits
+from model_check.diagnose.warnings_training import training_warnings
 from model_check.rundir import Finding, RunDir, Verdict
 from model_check.rundir.verdict import Outcome
 
@@ -87,14 +91,22 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     waits = find_waits(evidence, tables)
     mismatches = mismatch_findings(evidence, tables, matcher)
     crashes = crash_findings(evidence, tables, waits)
+    numerics = numerics_findings(evidence)
+    if crashes and explains_failure(numerics, crashes[0]):
+        crashes = []
     certain = [f for f in mismatches if f.certainty != "suspected"]
     if certain and crashes and _explains(evidence, certain[0], crashes[0]):
         crashes = []
     # A suspicion that the ranks drifted apart stands alone, or is the reason for what happened next.
-    hangs = [] if crashes or any(f.certainty == "proven" for f in certain) else hang_findings(evidence, tables, waits)
+    stopped = crashes or any(f.severity == "error" for f in numerics)
+    hangs = [] if stopped or any(f.certainty == "proven" for f in certain) else hang_findings(evidence, tables, waits)
     causes = [*crashes, *hangs, *mismatches] if not certain else [*certain, *crashes, *hangs]
-    slow = [] if causes else slow_findings(evidence)
-    found = [*causes, *start_findings(evidence), *slow]
+    slow = [] if causes or numerics else slow_findings(evidence)
+    # What is only out of line says nothing new beside numbers that are not finite, or a job that has ended.
+    quiet = [] if numerics else drift_findings(evidence)
+    quiet += [] if numerics or causes else [*same_batch_findings(evidence), *training_warnings(evidence)]
+    found = [*numerics, *name_token_ids(evidence, causes), *start_findings(evidence), *slow, *quiet]
+    found += retry_findings(evidence)
     # A start that took long is over: what slows the job down now comes first.
     return sorted(found, key=lambda f: (_SEVERITY[f.severity], f.code == "MC101", _CERTAINTY[f.certainty]))
 

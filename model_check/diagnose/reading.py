@@ -20,6 +20,7 @@ from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, Ra
 from model_check.diagnose.flight import read_flight
 from model_check.diagnose.following import FollowedRing
 from model_check.diagnose.frames import Frame, ThreadStack, whole
+from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.rundir import RunDir, read_json
 from model_check.rundir.files import open_regular
 
@@ -130,6 +131,12 @@ def _objects(value: Any) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; empty where there is none, or another thing."""
+    body = read_json(path)
+    return body if isinstance(body, dict) else {}
+
+
 def read_stacks(path: Path, place: Place | None = None) -> StackDump | None:
     """One dump, or None where the file is not one."""
     body = read_json(path)
@@ -221,14 +228,19 @@ class Reader:
         ranks = {
             n: self._read_rank(n, exits.get(n), starts.get(n), samples.get(n, []), damage) for n in sorted(numbers)
         }
+        environment = self._cached(self.run_dir.environment, _read_object)
         return Evidence(
             world_size=_world_size(supervisor, ranks),
             ranks=ranks,
             supervisor=tuple(supervisor),
             now=now if now is not None else time.monotonic() if live else _last_time(supervisor, ranks),
             live=live,
-            cores=_cores(read_json(self.run_dir.environment)),
+            cores=_cores(environment),
+            host_memory=_host_memory(environment),
             damage=tuple(damage),
+            metrics=self._cached(self.run_dir.metrics, read_metrics),
+            vocabulary=self._cached(self.run_dir.config, lambda path: vocabulary_of(read_json(path))),
+            plan=self._cached(self.run_dir.plan, _read_object),
         )
 
     def _rank_numbers(self) -> set[int]:
@@ -373,3 +385,9 @@ def _cores(environment: Any) -> int | None:
             if isinstance(environment.get(key), int):
                 return int(environment[key])
     return None
+
+
+def _host_memory(environment: Mapping[str, Any]) -> int | None:
+    """What the host had to give when the job began."""
+    size = environment.get("memory_available_bytes")
+    return size if isinstance(size, int) else None

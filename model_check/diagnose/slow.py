@@ -256,7 +256,7 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
     late = second_half[-1][1] - second_half[0][1]
     if slope <= 0 or grown < LEAK_SHARE * points[0][1] or rises < 0.9 or late < 0.3 * grown:
         return None
-    forecast = _forecast(slope, points[-1][1], rank)
+    forecast = _forecast(slope, points[-1][1], evidence)
     return make_finding(
         "MC705",
         f"the memory of rank {rank.rank} grows by {slope * 3600 / _GIB:.2f} GiB an hour",
@@ -284,9 +284,15 @@ def _warmed_up(rank: RankEvidence) -> float:
     return min(rank.step_times[0] + 2.0, first + 0.2 * (last - first))
 
 
-def _forecast(slope: float, now: float, rank: RankEvidence) -> str:
-    limit = rank.header.get("memory_limit_bytes")
-    if isinstance(limit, int) and limit > now:
-        minutes = (limit - now) / slope / 60
-        return f"inferred: at this rate it reaches its limit of {limit / _GIB:.1f} GiB in {minutes:.0f} minutes"
-    return f"inferred: at this rate it doubles in {now / slope / 60:.0f} minutes"
+def _forecast(slope: float, now: float, evidence: Evidence) -> str:
+    """When the host has no more to give, where that is known: all its ranks take from the same memory."""
+    held = sum(rank.samples[-1].rss for rank in evidence.ranks.values() if rank.samples and rank.alive)
+    left = evidence.host_memory - held if evidence.host_memory is not None else 0
+    if left > 0:
+        rest = f"the {left / _GIB:.1f} GiB that the host has left"
+        return f"inferred: at this rate {rest} are used up in {_time(left / slope)}"
+    return f"inferred: at this rate it doubles in {_time(now / slope)}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} hours"

@@ -25,7 +25,9 @@ from model_check.errors import UsageError
 from model_check.models import Llama, apply_compile, build_meta_model, initialize, load_pretrained
 from model_check.models.fp8 import apply_fp8
 from model_check.models.loss import plain_linear_cross_entropy
-from model_check.plan.layout import Layout, choose_layout
+from model_check.observe.numerics.finite import LocalCheck, watch_replica, watch_shards
+from model_check.plan.choice import choose_layout
+from model_check.plan.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Arranged:
     model: nn.Module  # what is called: the same, or DDP around it
     passes: Passes
     norm_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = whole_norm
+    local_check: LocalCheck | None = None  # None: gradients are not exchanged
 
     @property
     def losses_in_job(self) -> int:
@@ -173,7 +176,8 @@ def _with_passes(
 ) -> Arranged:
     if mesh is None:
         whole = replicate(model, place)
-        return Arranged(layout, precision, model, whole, WholeModel(whole, precision, place.device))
+        check = watch_replica(model, place.device) if place.world_size > 1 else None
+        return Arranged(layout, precision, model, whole, WholeModel(whole, precision, place.device), local_check=check)
     from model_check.engine.sharded import ShardedModel, ShardedNorm
 
     passes: Passes
@@ -185,4 +189,5 @@ def _with_passes(
         passes = PipelinedModel(model, mesh, precision, place.device)
     else:
         passes = ShardedModel(model, precision, place.device, keep_gathered=layout.keep_gathered)
-    return Arranged(layout, precision, model, model, passes, ShardedNorm(mesh, place.device))
+    check = watch_shards(model, place.device) if place.world_size > 1 else None
+    return Arranged(layout, precision, model, model, passes, ShardedNorm(mesh, place.device), check)

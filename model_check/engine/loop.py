@@ -7,19 +7,20 @@ never makes the GPU wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 import torch
 
+from model_check.engine.inputs import RandomState, StepInputs
 from model_check.engine.step import StepTensors, TrainStep
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """One finished step, as metrics.jsonl has it (`eta_s` and `stop` are for those who run the job)."""
+    """One finished step, as metrics.jsonl has it; what `record` leaves out is for those who run the job."""
 
     step: int
     loss: float
@@ -37,10 +38,13 @@ class StepInfo:
     val_loss: float | None = None
     # Training waited this long for a checkpoint: the host after the step that saved; the device in the step after it.
     save_pause_s: float | None = None
+    hit: bool = False  # its numbers are not finite, and that must be explained
+    own_fault: bool = False  # this rank's own loss or gradients were bad before they were exchanged
+    scale: float = 1.0  # of the loss
 
     def record(self) -> dict[str, Any]:
         fields = dict(self.__dict__)
-        for internal in ("eta_s", "stop"):
+        for internal in ("eta_s", "stop", "hit", "own_fault", "scale"):
             del fields[internal]
         for optional in ("val_loss", "save_pause_s"):
             if fields[optional] is None:
@@ -52,9 +56,8 @@ class StepInfo:
 class _Issued:
     """A step whose work has been handed to the device and whose numbers are on their way."""
 
-    step: int
-    rate: float
     data_wait_s: float
+    inputs: StepInputs
     host: torch.Tensor
     since: torch.cuda.Event | None  # on the device: the end of the step before, or the beginning of this one
     arrived: torch.cuda.Event | None
@@ -73,13 +76,13 @@ class LoopPlan:
     peak_flops: float | None = None  # of all ranks together
 
 
-def _issue(step: int, rate: float, data_wait_s: float, tensors: StepTensors, since: torch.cuda.Event | None) -> _Issued:
+def _issue(inputs: StepInputs, data_wait_s: float, tensors: StepTensors, since: torch.cuda.Event | None) -> _Issued:
     packed = tensors.packed
     if since is None:
-        return _Issued(step, rate, data_wait_s, packed, None, None)
+        return _Issued(data_wait_s, inputs, packed, None, None)
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     host.copy_(packed, non_blocking=True)
-    return _Issued(step, rate, data_wait_s, host, since, _moment())
+    return _Issued(data_wait_s, inputs, host, since, _moment())
 
 
 def _moment() -> torch.cuda.Event:
@@ -97,7 +100,11 @@ def memory_gib(device: torch.device) -> float:
 
 
 class Loop:
-    """Iterating trains. `stop_requested` is polled before every step; all ranks stop after the same step."""
+    """Iterating trains. `stop_requested` is polled before every step; all ranks stop after the same step.
+
+    Of a step whose `hit` is set, `inputs` has what it takes to run it again, until the consumer asks for the next one.
+    The data of the steps in `without_data_of` is left out.
+    """
 
     def __init__(
         self,
@@ -109,6 +116,7 @@ class Loop:
         stop_requested: Callable[[], bool] = lambda: False,
         needs_result: Callable[[int], bool] = lambda step: False,
         evaluate: Callable[[int], float | None] = lambda step: None,
+        without_data_of: Collection[int] = (),
     ) -> None:
         self.plan = plan
         self._train_step = train_step
@@ -117,6 +125,8 @@ class Loop:
         self._stop_requested = stop_requested
         self._needs_result = needs_result
         self._evaluate = evaluate
+        self._without_data_of = without_data_of
+        self.inputs: StepInputs | None = None
         self._started = self._last_finish = 0.0
         self._last_moment: torch.cuda.Event | None = None
 
@@ -131,6 +141,9 @@ class Loop:
                 yield info
                 if info.stop:
                     break
+                if info.hit:
+                    # The step after it ran with its weights held: it is done again, now that they are free.
+                    pending = self._again(pending.inputs)
             if not runs_ahead or self._needs_result(step):
                 info, pending = self._finish(pending), None
                 val_loss = self._evaluate(step)
@@ -146,31 +159,44 @@ class Loop:
         before = time.perf_counter()
         if self._train_step.place.device.type == "cuda" and self._last_moment is None:
             self._last_moment = _moment()
-        micro_batches = [next(self._batches) for _ in range(self.plan.accumulation)]
+        for _ in range(self.plan.accumulation if step in self._without_data_of else 0):
+            next(self._batches)
+        micro_batches = tuple(next(self._batches) for _ in range(self.plan.accumulation))
         data_wait_s = time.perf_counter() - before
-        rate = self._rate_of(step)
-        tensors = self._train_step(micro_batches, rate, stop_requested=self._stop_requested())
-        issued = _issue(step, rate, data_wait_s, tensors, self._last_moment)
+        inputs = StepInputs(
+            step, self._rate_of(step), micro_batches, RandomState.capture(self._train_step.place.device)
+        )
+        return self._run(inputs, data_wait_s)
+
+    def _again(self, inputs: StepInputs) -> _Issued:
+        inputs.random.restore()
+        self._last_moment = _moment()
+        return self._run(inputs, 0.0)
+
+    def _run(self, inputs: StepInputs, data_wait_s: float) -> _Issued:
+        tensors = self._train_step(inputs.micro_batches, inputs.rate, stop_requested=self._stop_requested())
+        issued = _issue(inputs, data_wait_s, tensors, self._last_moment)
         self._last_moment = issued.arrived
         return issued
 
     def _finish(self, issued: _Issued) -> StepInfo:
         if issued.arrived is not None:
             issued.arrived.synchronize()
-        loss, norm, skipped, stop = issued.host.tolist()
+        loss, norm, skipped, stop, own_fault, hit, scale = issued.host.tolist()
+        step, self.inputs = issued.inputs.step, issued.inputs
         now = time.perf_counter()
         step_s, self._last_finish = now - self._last_finish, now
         if issued.since is not None and issued.arrived is not None:
             # The host runs ahead; only the device knows how long its step took.
             step_s = issued.since.elapsed_time(issued.arrived) / 1e3
-        done = issued.step + 1 - self.plan.first_step
+        done = step + 1 - self.plan.first_step
         # The first step compiles and warms up; it says nothing about the ones to come.
         pace = (now - self._started) / done if done < 3 else step_s
         tokens_per_s = self.plan.tokens_per_step / step_s
         return StepInfo(
-            step=issued.step,
+            step=step,
             loss=loss,
-            lr=issued.rate,
+            lr=issued.inputs.rate,
             grad_norm=norm,
             tokens_per_s=tokens_per_s,
             mfu=tokens_per_s * self.plan.flops_per_token / self.plan.peak_flops if self.plan.peak_flops else None,
@@ -179,6 +205,9 @@ class Loop:
             memory_gib=memory_gib(self._train_step.place.device),
             tokens=self.plan.tokens_before + done * self.plan.tokens_per_step,
             skipped=bool(skipped),
-            eta_s=pace * (self.plan.max_steps - issued.step - 1),
+            eta_s=pace * (self.plan.max_steps - step - 1),
             stop=stop > 0,
+            hit=bool(hit),
+            own_fault=bool(own_fault),
+            scale=scale,
         )

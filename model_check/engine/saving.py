@@ -112,6 +112,11 @@ class Saving:
         self.failure = saved.error
         self._say(f"checkpoint: {saved.error}")
 
+    def settle(self) -> None:
+        """Waits for what is being written: a run that goes back wants the newest that is whole."""
+        self._saver.wait()
+        self.report()
+
     def finish(self, last: StepInfo | None) -> None:
         """Saves once more if the run was asked to stop, waits for what is under way; raises where that is the rule."""
         if last is not None and last.stop and last.step != self._begun and not self.must_stop:

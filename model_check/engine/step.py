@@ -13,11 +13,16 @@ from torch import nn
 from model_check.engine.passes import Passes, WholeModel
 from model_check.engine.place import Place
 from model_check.engine.precision import LossScale, Precision
+from model_check.observe.numerics.finite import LocalCheck
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What a step leaves on the device, packed for one copy: loss, gradient norm, skipped, ranks asked to stop."""
+    """What a step leaves on the device, packed for one copy.
+
+    loss, gradient norm, skipped, ranks asked to stop: the same on every rank; whether this rank's own loss or gradients
+    were bad before they were exchanged; whether the step must be explained; the loss scale it ran with.
+    """
 
     packed: torch.Tensor
 
@@ -41,8 +46,12 @@ class TrainStep:
         passes: Passes | None = None,
         norm_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = whole_norm,
         losses_in_job: int | None = None,
+        local_check: LocalCheck | None = None,
     ) -> None:
-        """`losses_in_job`: how many ranks compute a loss (None: all of them)."""
+        """`losses_in_job`: how many ranks compute a loss (None: all of them).
+
+        `local_check` says of the gradients what they were before the exchange (None: nothing is exchanged).
+        """
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
@@ -54,20 +63,54 @@ class TrainStep:
         self.before_update: Callable[[], None] = lambda: None
         self._norm_of = norm_of
         self._losses_in_job = losses_in_job or place.world_size
+        self._local_check = local_check
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        # Where the host runs ahead, a step that must be explained keeps the weights as they were until it has looked.
+        self.holds_after_hit = False
+        self._held = torch.zeros((), device=place.device)
+
+    def begin(self) -> None:
+        """Forgets the gradients of the step before."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._local_check is not None:
+            self._local_check.begin()
+
+    def own_gradients_bad(self) -> bool:
+        """This rank's own gradients were not finite, before they were exchanged. Waits for the device."""
+        return self._local_check is not None and bool(self._local_check.bad())
+
+    def release(self) -> None:
+        """The host has looked: weights may change again."""
+        self._held.zero_()
 
     def __call__(self, micro_batches: Sequence[Any], rate: float, *, stop_requested: bool = False) -> StepTensors:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
+        self.begin()
+        scale = self.loss_scale.scale.clone()
         loss = self.passes.accumulate(micro_batches, self.loss_scale.apply)
         norm = self._gradient_norm()
-        # The norm is the whole job's, the same on every rank, so all ranks decide alike.
-        skipped = (~torch.isfinite(norm)).float()
+        mean_loss, stops = self._share(loss, stop_requested)
+        # Norm and mean loss are the whole job's, the same on every rank, so all ranks decide alike.
+        skipped = (~(torch.isfinite(norm) & torch.isfinite(mean_loss))).float()
+        hit = skipped * self._is_no_mere_overflow(mean_loss, scale)
         self.before_update()
-        self._update(norm, skipped)
+        self._update(norm, torch.maximum(skipped, self._held))
         self.loss_scale.update(skipped)
-        return StepTensors(self._pack(loss, norm, skipped, stop_requested))
+        if self.holds_after_hit:
+            torch.maximum(self._held, hit, out=self._held)
+        return StepTensors(torch.stack([mean_loss, norm, skipped, stops, self._own_fault(loss, skipped), hit, scale]))
+
+    def _is_no_mere_overflow(self, mean_loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """A scaled float16 gradient may overflow now and then: the scale is lowered, and that is all."""
+        if not self.loss_scale.enabled:
+            return torch.ones_like(mean_loss)
+        return (~torch.isfinite(mean_loss) | (scale <= 1.0)).float()
+
+    def _own_fault(self, loss: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+        if self._local_check is None:
+            return skipped
+        return torch.maximum((~torch.isfinite(loss)).float(), self._local_check.bad())
 
     def _gradient_norm(self) -> torch.Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -85,12 +128,10 @@ class TrainStep:
         self.optimizer.found_inf = skipped.to(home)  # type: ignore[attr-defined]
         self.optimizer.step()
 
-    def _pack(
-        self, loss: torch.Tensor, norm: torch.Tensor, skipped: torch.Tensor, stop_requested: bool
-    ) -> torch.Tensor:
+    def _share(self, loss: torch.Tensor, stop_requested: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """One small reduction a step carries the mean loss and whether any rank was asked to stop."""
         shared = torch.stack([loss, torch.full_like(loss, float(stop_requested))])
         if self.place.world_size > 1:
             dist.all_reduce(shared)
             shared = shared / torch.tensor([self._losses_in_job, 1.0], device=shared.device)
-        return torch.stack([shared[0], norm, skipped, shared[1]])
+        return shared[0], shared[1]

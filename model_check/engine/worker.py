@@ -20,11 +20,15 @@ from model_check.checkpoint.weight_files import open_weights
 from model_check.config import Config
 from model_check.data import BatchLoader, Cursor, PackedCache, load_tokenizer
 from model_check.engine import resume
-from model_check.engine.arrangement import arrange_llama, arrange_module
+from model_check.engine.arrangement import Arranged, arrange_llama, arrange_module
 from model_check.engine.evaluate import validation_loss
 from model_check.engine.feed import context_cut, on_device
+from model_check.engine.guard import Guard
+from model_check.engine.inputs import StepInputs
 from model_check.engine.loop import Loop, LoopPlan, StepInfo
+from model_check.engine.memory_retry import RetryingPasses, check_can_retry
 from model_check.engine.optimizer import build_optimizer
+from model_check.engine.passes import Passes
 from model_check.engine.place import Place
 from model_check.engine.saving import Saving
 from model_check.engine.schedule import rate_factor
@@ -159,11 +163,19 @@ def assemble(
             arranged.precision,
             place,
             max_grad_norm=training.max_grad_norm,
-            passes=arranged.passes,
+            passes=_passes(arranged, place, oom_retry=training.oom_retry),
             norm_of=arranged.norm_of,
             losses_in_job=arranged.losses_in_job,
+            local_check=arranged.local_check,
         )
     return Session(config, place, arranged.layout, arranged.bare_model, train_step, loader, held_out)
+
+
+def _passes(arranged: Arranged, place: Place, *, oom_retry: bool) -> Passes:
+    if not oom_retry:
+        return arranged.passes
+    check_can_retry(arranged.layout)
+    return RetryingPasses(arranged.passes, arranged.model, place)
 
 
 def _plan(session: Session, max_steps: int) -> LoopPlan:
@@ -235,23 +247,65 @@ def fit(
     max_steps: int | None = None,
     saving: Saving | None = None,
     error_dir: Path | None = None,
+    dumps_dir: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
+    show: Callable[[str], None] = lambda block: None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> StepInfo | None:
     """Trains to the end, or to the step after which a rank was asked to stop; returns the last step.
 
-    A failing rank leaves what it holds in `error_dir`.
+    A failing rank leaves what it holds in `error_dir`; tensors of a step that is not finite are listed in `dumps_dir`.
+    `say` takes a line for the log, `show` a block that must stay as it is.
     """
+    guard = Guard(
+        session.config, session.place, session.train_step, session.bare_model, say=say, show=show, dumps_dir=dumps_dir
+    )
+    left_out: set[int] = set()
+    info: StepInfo | None = None
+    try:
+        while True:
+            loop = _loop(session, max_steps, saving, stop_requested, left_out)
+            for info in loop:
+                if info.hit:
+                    on_step(info)
+                    if loop.inputs is not None and _goes_back(session, guard, info, loop.inputs, saving, say):
+                        left_out.add(info.step)
+                        break
+                if saving is not None:
+                    info = saving.after_step(info)
+                if not info.hit:
+                    on_step(info)
+                guard.note(info)
+            else:
+                break
+    except Exception as error:
+        if not (isinstance(error, NumericsError) and guard.dumped):
+            _salvage(session, info.step + 1 if info else session.first_step, error_dir, say)
+        raise
+    finally:
+        session.loader.close()
+    if saving is not None:
+        saving.finish(info)
+    return info
+
+
+def _loop(
+    session: Session,
+    max_steps: int | None,
+    saving: Saving | None,
+    stop_requested: Callable[[], bool],
+    left_out: set[int],
+) -> Loop:
+    """The loop from where the session stands."""
     config = session.config
-    last = max_steps or config.training.max_steps
     every = config.training.eval_interval
+    schedule = config.training.scheduler
 
     def saves_after(step: int) -> bool:
         return saving is not None and saving.is_due(step)
 
-    schedule = config.training.scheduler
-    loop = Loop(
-        _plan(session, last),
+    return Loop(
+        _plan(session, max_steps or config.training.max_steps),
         session.train_step,
         on_device(session.loader, session.place.device, context_cut(config, session.place.rank)),
         rate_of=lambda step: (
@@ -268,37 +322,41 @@ def fit(
         stop_requested=lambda: stop_requested() or (saving is not None and saving.must_stop),
         needs_result=lambda step: config.debug.nan or saves_after(step) or (every > 0 and (step + 1) % every == 0),
         evaluate=_evaluator(session),
+        without_data_of=frozenset(left_out),
     )
-    info: StepInfo | None = None
-    try:
-        for info in loop:
-            if saving is not None:
-                info = saving.after_step(info)
-            on_step(info)
-            if info.skipped and config.debug.nan and not session.train_step.loss_scale.enabled:
-                raise non_finite(session.bare_model, info.step)
-    except Exception:
-        _salvage(session, info.step + 1 if info else session.first_step, error_dir, say)
-        raise
-    finally:
-        session.loader.close()
-    if saving is not None:
-        saving.finish(info)
-    return info
 
 
-def non_finite(model: nn.Module, step: int) -> NumericsError:
-    """Names the parameters whose gradients are not finite; the step itself changed nothing."""
-    bad = []
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            count = int((~torch.isfinite(parameter.grad)).sum())
-            bad.append(f"{name} ({count}/{parameter.grad.numel()})")
-    return NumericsError(
-        f"step {step} has non-finite gradients in {len(bad)} parameters, first {', '.join(bad[:3]) or 'none left'}",
-        remedy="lower training.learning_rate or model.init_std, or use training.use_amp=false",
-        code="MC401",
+def _goes_back(
+    session: Session,
+    guard: Guard,
+    info: StepInfo,
+    inputs: StepInputs,
+    saving: Saving | None,
+    say: Callable[[str], None],
+) -> bool:
+    """Explains a bad step; raises where the run must stop, says whether it went back to a checkpoint."""
+    outcome = guard.handle(info, inputs)
+    if outcome is None or outcome.action == "skip":
+        return False
+    if outcome.action == "halt" or saving is None:
+        raise outcome.error
+    saving.settle()
+    peers = Peers()
+    shapes = _whole_shapes(session, peers)
+    found = search.newest(
+        Path(session.config.checkpoint.dir),
+        peers,
+        lambda manifest: resume.misfit(manifest, shapes),
+        lineage=saving.folder,
     )
+    if found.checkpoint is None:
+        raise outcome.error
+    notes = session.restore(found.checkpoint)
+    if session.place.is_first:
+        for note in notes:
+            say(f"rollback: {note}")
+        say(f"rollback: step {info.step} is left out, going on after step {found.checkpoint.step}")
+    return True
 
 
 def _salvage(session: Session, step: int, error_dir: Path | None, say: Callable[[str], None]) -> None:
@@ -313,6 +371,11 @@ def _salvage(session: Session, step: int, error_dir: Path | None, say: Callable[
         say(f"error checkpoint: {path}")
 
 
+def _whole_shapes(session: Session, peers: Peers) -> dict[str, tuple[int, ...]]:
+    """A stage of a pipeline holds only some of the tensors: what must fit is what all ranks hold together."""
+    return {k: v for held in peers.gather(resume.model_shapes(session.bare_model)) for k, v in held.items()}
+
+
 def continue_from(
     wanted: str | None, session: Session, peers: Peers | None, *, lineage: Path | None = None
 ) -> tuple[Path | None, list[str]]:
@@ -323,8 +386,7 @@ def continue_from(
     if wanted is None or peers is None:
         return None, []
     directory = Path(session.config.checkpoint.dir)
-    # A stage of a pipeline holds only some of the tensors: what must fit is what all ranks hold together.
-    shapes = {k: v for held in peers.gather(resume.model_shapes(session.bare_model)) for k, v in held.items()}
+    shapes = _whole_shapes(session, peers)
     if wanted != "auto" and Path(wanted).is_file():
         return None, _start_from_weights(Path(wanted), session, shapes)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from model_check.errors import UsageError
 from model_check.launch.context import RankContext
 from model_check.launch.gpus import list_gpus
-from model_check.launch.injection import injected_environment
+from model_check.launch.injection import GuardMode, injected_environment
 from model_check.launch.job import JobResult, launch_job
 from model_check.launch.programs import Command
 from model_check.launch.supervisor import Supervisor
@@ -53,10 +53,12 @@ class RankCommand(Command):
         return super().run(context)
 
 
-def run_script(script: ForeignScript, *, nproc: int, run_dir: RunDir, supervisor: Supervisor) -> JobResult:
+def run_script(
+    script: ForeignScript, *, nproc: int, run_dir: RunDir, supervisor: Supervisor, guard: GuardMode = "observe"
+) -> JobResult:
     """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's."""
     script.check()
-    env = injected_environment(run_dir, os.environ)
+    env = injected_environment(run_dir, os.environ, guard)
     if nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # torchrun's choice, so that results do not change
     stdin = os.dup(0)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Literal
 
 from model_check.launch.guard import RUN_DIR_VARIABLE
 from model_check.observe import inject_path
+from model_check.observe.instrument.box import GUARD_VARIABLE
 from model_check.rundir import RunDir
 
+GuardMode = Literal["observe", "halt", "off"]
 
-def injected_environment(run_dir: RunDir, environ: Mapping[str, str]) -> dict[str, str]:
-    """Where the run directory is, and our folder in front of PYTHONPATH; the user's own path stays behind it."""
+
+def injected_environment(run_dir: RunDir, environ: Mapping[str, str], guard: GuardMode = "observe") -> dict[str, str]:
+    """Where the run directory is, and our folder in front of PYTHONPATH; the user's own path stays behind it.
+
+    `guard`: what happens to a step with numbers that are not finite: it is reported, refused, or not looked at.
+    """
     path = environ.get("PYTHONPATH")
     return {
         RUN_DIR_VARIABLE: str(run_dir.root),
+        GUARD_VARIABLE: guard,
         "PYTHONPATH": os.pathsep.join([inject_path(), *([path] if path else [])]),
     }

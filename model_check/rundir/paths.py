@@ -114,6 +114,11 @@ class RunDir:
         return self.root / "verdict.json"
 
     @property
+    def plan(self) -> Path:
+        """What the memory of a rank was planned to be, where its GPU is known."""
+        return self.root / "plan.json"
+
+    @property
     def logs(self) -> Path:
         """A link to the per-rank logs of this run."""
         return self.root / "logs"

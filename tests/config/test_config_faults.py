@@ -25,7 +25,7 @@ WRONG_VALUES = [
     ({"model": {"hiden_size": 64}}, "MC806", "model.hiden_size", "did you mean model.hidden_size?"),
     ({"trainig": {"max_steps": 5}}, "MC806", "trainig", "did you mean training?"),
     ({"max_steps": 5}, "MC806", "max_steps", "did you mean training.max_steps?"),
-    ({"debug": {"zzzz": 5}}, "MC806", "debug.zzzz", "debug has nan, dump_gb"),
+    ({"debug": {"zzzz": 5}}, "MC806", "debug.zzzz", "debug has nan, on_nan, dump_gb"),
     ({"qqqq": 5}, "MC806", "qqqq", "the sections are model, data"),
     ({"training": 5}, "MC803", "training=5", "write keys below training"),
     ({"training": {"scheduler": "cosine"}}, "MC803", 'training.scheduler="cosine"', "write keys below"),
@@ -99,6 +99,7 @@ WRONG_VALUES = [
         "global_batch=3 is not divisible by batch_size*grad_accum_nums=4",
         "try 4",
     ),
+    ({"debug": {"on_nan": "rollback"}}, "MC835", "checkpoint.interval=0 saves nothing", "checkpoint.interval to 100"),
     ({"system": CPU | {"device_id": 3}}, "MC840", "system.device_id=3", "system.device_id to null"),
     ({"system": CPU | {"backend": "nccl"}}, "MC841", "system.backend=nccl", "gloo"),
     (

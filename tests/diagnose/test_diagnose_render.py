@@ -104,7 +104,9 @@ CODES = (
     + [f"MC{n}" for n in range(301, 314)]
     + [f"MC{n}" for n in range(601, 609)]
     + [f"MC{n}" for n in range(901, 908)]
-    + ["MC401", "MC501", "MC701", "MC702", "MC704", "MC705"]
+    + [f"MC{n}" for n in range(401, 410)]
+    + [f"MC{n}" for n in range(501, 505)]
+    + ["MC701", "MC702", "MC704", "MC705"]
 )
 
 

@@ -94,6 +94,14 @@ def test_memory_that_climbs_with_every_step(stage):
     assert any("doubles in" in e for e in finding.evidence)
 
 
+def test_the_forecast_of_a_leak_is_the_hosts_memory_where_that_is_known(stage):
+    write_json_atomic(stage.run_dir.environment, {"memory_available_bytes": 8 << 30})
+    grow(stage, per_second=16 << 20)
+    # Two ranks hold 1 GiB and one of them 29 × 16 MiB more: 5.5 GiB are left, at 15.8 MiB a second.
+    said = [e for e in stage.first(after=0.1).evidence if "inferred" in e]
+    assert said == ["inferred: at this rate the 5.5 GiB that the host has left are used up in 6 minutes"]
+
+
 def test_memory_that_climbs_behind_a_ring_that_holds_only_the_newest_steps(stage):
     grow(stage, per_second=16 << 20, capacity=32)
     assert stage.first(after=0.1).code == "MC705"

@@ -227,7 +227,31 @@ OTHER_LAUNCHERS = (
     crash("killed_under_torchrun", "MC303", (1,), script="killed_from_outside", form="torchrun", says=("SIGKILL",)),
 )
 
-FAULTS: tuple[Fault, ...] = (*MISMATCHES, *STUCK, *CRASHES, *STARTS, *SLOWNESS, *FRAMEWORKS, *OTHER_LAUNCHERS)
+NUMERICS = (
+    slow("nan_sample", "MC404", (1,), says=("samples of the batch 5",)),
+    slow("sqrt_at_zero", "MC402", (0,), says=("sqrt", "loss is finite")),
+    slow("root_in_loss", "MC402", (1,), says=("sqrt", "loss code")),
+    slow("half_overflow", "MC403", (0,), says=("65504", "wide")),
+    slow("rate_spike", "MC405", (0, 1), says=("0.001", "100")),
+    slow("exploding", "MC406", (0, 1), says=("gradient norm",)),
+    slow("empty_mask", "MC408", (1,), says=("divides by a sum that is 0",)),
+    slow("weights_too_large", "MC407", (0, 1), says=("layers",)),
+    slow("log_of_zero", "MC401", (1,), says=("log", "Policy")),
+    slow("replica_drift", "MC410", (2,), nproc=3, says=("head.bias", "step 20", "step 30")),
+    slow("same_data", "MC412", (0, 1), says=("same batch",)),
+    crash("token_without_row", "MC902", (1,), exit_code=1, says=("117", "100 rows", "tokens")),
+)
+
+FAULTS: tuple[Fault, ...] = (
+    *MISMATCHES,
+    *STUCK,
+    *CRASHES,
+    *STARTS,
+    *SLOWNESS,
+    *NUMERICS,
+    *FRAMEWORKS,
+    *OTHER_LAUNCHERS,
+)
 
 HEALTHY: tuple[Control, ...] = (
     Control("long_first_step"),
@@ -253,4 +277,6 @@ HEALTHY: tuple[Control, ...] = (
     Control("all_exit_three", exit_code=3, error_codes=frozenset({"MC313"})),
     Control("retries"),
     Control("signal_handlers"),
+    Control("scaler_skips"),
+    Control("noisy_loss"),
 )

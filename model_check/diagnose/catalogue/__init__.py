@@ -7,12 +7,14 @@ from model_check.diagnose.catalogue.crashing import CRASHING
 from model_check.diagnose.catalogue.data import DATA
 from model_check.diagnose.catalogue.entry import Entry
 from model_check.diagnose.catalogue.hanging import HANGING
+from model_check.diagnose.catalogue.memory import MEMORY
+from model_check.diagnose.catalogue.numerics import NUMERICS
 from model_check.diagnose.catalogue.pages import as_markdown, as_text
 from model_check.diagnose.catalogue.slowness import SLOWNESS
 from model_check.diagnose.catalogue.starting import STARTING
 
 CATALOGUE: dict[str, Entry] = dict(
-    sorted({**STARTING, **HANGING, **CRASHING, **CHECKPOINTS, **SLOWNESS, **DATA}.items())
+    sorted({**STARTING, **HANGING, **CRASHING, **NUMERICS, **MEMORY, **CHECKPOINTS, **SLOWNESS, **DATA}.items())
 )
 
 

@@ -1,22 +1,10 @@
-"""MC3xx, MC4xx and MC5xx: faults that end a rank."""
+"""MC3xx and MC5xx: faults that end a rank."""
 
 from __future__ import annotations
 
 from model_check.diagnose.catalogue.entry import Entry
 
 CRASHING: dict[str, Entry] = {
-    "MC401": Entry(
-        "non-finite gradients",
-        "A step of the trainer gave gradients that are NaN or infinite, and debug.nan told it to stop there.",
-        "A learning rate or initialisation that is too large, an overflow in half precision, a bad sample.",
-        "The norm of all gradients is checked on the device in every step; such a step never changes a weight.",
-        (
-            "lower training.learning_rate or model.init_std",
-            "set training.use_amp=false to see whether half precision is the cause",
-            "without debug.nan the step is skipped and training goes on",
-        ),
-        "step 17 has non-finite gradients in 3 parameters, first layers.0.attention.wq.weight (16777216/16777216)",
-    ),
     "MC301": Entry(
         "exception",
         "A rank raised an exception that nothing caught.",
@@ -144,17 +132,5 @@ CRASHING: dict[str, Entry] = {
         "The exit status, and no exception on record.",
         ("look at the named line: why does it exit?", "raise an exception instead: it says why"),
         "sys.exit(7)",
-    ),
-    "MC501": Entry(
-        "device out of memory",
-        "An allocation on the GPU failed.",
-        "Weights, gradients, optimizer states and activations together do not fit.",
-        "The exception of torch's allocator.",
-        (
-            "halve batch_size and double grad_accum_nums",
-            "shorten context_length, or switch activation checkpointing on",
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
-        ),
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     ),
 }

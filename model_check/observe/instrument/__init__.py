@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from model_check.observe.instrument import calls, endings, exceptions, handlers, memory, outside
+from model_check.observe.instrument import calls, endings, exceptions, handlers, memory, outofmemory, outside
 from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE, rank_from_environment
 from model_check.observe.instrument.imports import PostImport
 from model_check.observe.instrument.spans import span
@@ -64,6 +64,7 @@ def _install_hooks() -> None:
         return
     _Installed.hooks = True
     endings.install()
+    outofmemory.install()
     calls.watch_standard_input()
     exceptions.listen_to(sys.stdout)
     exceptions.listen_to(sys.stderr)
@@ -93,11 +94,13 @@ def _patches() -> dict[str, Callable[[ModuleType], None]]:
         **calls.patches(),
         "multiprocessing.process": endings.patch_multiprocessing_process,
         "torch.multiprocessing.spawn": endings.patch_torch_spawn,
+        "torch.cuda": outofmemory.patch_cuda,
         "torch.distributed.distributed_c10d": distributed,
         "torch.utils.data.dataloader": training("patch_loader"),
         "torch.nn.modules.module": training("patch_module_call"),
         "torch.autograd": training("patch_autograd"),
         "torch.optim.optimizer": training("patch_optimizer"),
+        "torch.amp.grad_scaler": training("patch_scaler"),
     }
 
 

@@ -24,6 +24,7 @@ from model_check.rundir.paths import RunDir
 from model_check.rundir.ring import BEGIN, END, POINT, kind, read_header
 
 RANK_PID_VARIABLE = "MODEL_CHECK_RANK_PID"
+GUARD_VARIABLE = "MODEL_CHECK_GUARD"  # observe or halt: the numbers of each step are watched; off or unset: not
 _STEP_KIND = kind(POINT, PHASE["step"])
 _NO_SITE = (0, 0, 0)
 
@@ -177,4 +178,14 @@ def rank_from_environment(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-__all__ = ["BOX", "DTYPE", "OP", "PHASE", "BlackBox", "SpanKind", "rank_from_environment", "whole_number"]
+__all__ = [
+    "BOX",
+    "DTYPE",
+    "GUARD_VARIABLE",
+    "OP",
+    "PHASE",
+    "BlackBox",
+    "SpanKind",
+    "rank_from_environment",
+    "whole_number",
+]

@@ -21,6 +21,8 @@ from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.exceptions import NOTES, shown, summarize
 from model_check.observe.instrument.spans import is_wrapped
 
+_STEPS = "model_check.observe.instrument.steps"  # looked up, not imported: it needs torch
+
 
 class _Ending:
     """What is known so far about how this process ends."""
@@ -36,6 +38,8 @@ class _Ending:
             return
         self.exception = id(error)
         NOTES.ended_with(error)
+        if (steps := sys.modules.get(_STEPS)) is not None:
+            steps.process_fails()
         if isinstance(error, MemoryError) or "out of memory" in str(error) or "bad_alloc" in str(error):
             memory.mark("memory error")
         BOX.event("exception", handled=False, **summarize(error))
@@ -56,6 +60,8 @@ class _Ending:
         if isinstance(last, BaseException):
             # A hook of the script's own took our place.
             self.fail(last)
+        if (steps := sys.modules.get(_STEPS)) is not None:
+            steps.process_ends()
         memory.mark("exit")
         if self.exception is not None:
             BOX.event("exit", code=1, via="exception")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import Any
 
 import torch
 
 from model_check.observe.instrument import memory
-from model_check.observe.instrument.box import BOX, SpanKind
+from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.spans import Original, spanned
 from model_check.observe.recorder import Recorder
@@ -41,6 +42,18 @@ _NOW = _Now()
 
 def forget_after_fork() -> None:
     _NOW.__init__()  # type: ignore[misc]
+    if _numbers.cache_info().currsize and (steps := _numbers()) is not None:
+        steps.forget_after_fork()
+
+
+@functools.cache
+def _numbers() -> Any:
+    """Who watches the numbers of a step; None where nobody does. Asked for late: torch must be whole by then."""
+    if os.environ.get(GUARD_VARIABLE, "off") == "off":
+        return None
+    from model_check.observe.instrument import steps
+
+    return steps
 
 
 def _during_data(original: Original) -> Original:
@@ -118,14 +131,20 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
         BOX.give_up(error)
         return original(module, *args, **kwargs)
     _NOW.forward = True
+    steps = _numbers()
+    call = steps.forward_begins(module, args, kwargs) if steps is not None else None
     try:
         result = original(module, *args, **kwargs)
     except BaseException as error:
+        if steps is not None:
+            steps.forward_failed()
         BOX.end(recorder, _FORWARD, span, f"raised {type(error).__name__}")
         NOTES.left_a_call(error, "forward")
         raise
     finally:
         _NOW.forward = False
+    if steps is not None:
+        steps.forward_ended(module, call, result)
     BOX.end(recorder, _FORWARD, span)
     return result
 
@@ -137,9 +156,39 @@ def patch_autograd(module: Any) -> None:
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        return (original if torch.compiler.is_compiling() else recorded)(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        if not _NOW.backward and (steps := _numbers()) is not None:
+            roots = args[0] if args else kwargs.get("tensors")
+            steps.backward_begins(roots[0] if isinstance(roots, (list, tuple)) and roots else roots)
+        return recorded(*args, **kwargs)
 
     module.backward = backward
+
+
+def patch_scaler(module: Any) -> None:
+    """torch.amp.grad_scaler: which loss is scaled, and whether the optimizer was called."""
+    owner = module.GradScaler
+    scale, step = owner.scale, owner.step
+
+    @functools.wraps(scale)
+    def recorded_scale(self: Any, outputs: Any) -> Any:
+        result = scale(self, outputs)
+        if self.is_enabled() and (steps := _numbers()) is not None:
+            steps.loss_scaled(outputs, result)
+        return result
+
+    @functools.wraps(step)
+    def recorded_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = _numbers() if self.is_enabled() else None
+        if steps is None:
+            return step(self, optimizer, *args, **kwargs)
+        steps.scaler_step_begins()
+        result = step(self, optimizer, *args, **kwargs)
+        steps.scaler_step_ended(self)
+        return result
+
+    owner.scale, owner.step = recorded_scale, recorded_step
 
 
 def patch_optimizer(module: Any) -> None:
@@ -155,6 +204,8 @@ def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
         _optimizer_begins(optimizer)
     except Exception as error:
         BOX.give_up(error)
+    if (steps := _numbers()) is not None:
+        steps.optimizer_begins(optimizer)
 
 
 def _optimizer_begins(optimizer: Any) -> None:
@@ -177,5 +228,7 @@ def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     BOX.end(recorder, _OPTIMIZER, span)
     BOX.step_done(recorder)
+    if (steps := _numbers()) is not None:
+        steps.step_done()
     _NOW.forwards_left = _FORWARDS_PER_STEP
     memory.mark_now_and_then()

@@ -1,0 +1,111 @@
+"""Before a launch: does the run fit into these GPUs? What cannot is stopped with one sentence, or made to fit.
+
+The plan of the run goes into its directory: should it run out of memory all the same, the finding compares the two.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from model_check.cli.plan import option_record, shape_of
+from model_check.config import Config
+from model_check.config.resolve import may_be_hub_id
+from model_check.errors import UsageError
+from model_check.launch import Gpu
+from model_check.plan.advice import Advice, advise, describe_need, fewest_gpus
+from model_check.plan.devices import Device, device_named
+from model_check.plan.memory import GIB
+from model_check.plan.options import Job, Option
+from model_check.plan.remedies import remedies
+
+# The driver keeps some of what NVML calls the total; CUDA never sees it.
+DRIVER_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The configuration to launch, and its plan where the GPUs are known."""
+
+    config: Config
+    plan: dict[str, Any] | None = None
+
+
+def fit_to_gpus(
+    config: Config,
+    gpus: Sequence[Gpu],
+    *,
+    world_size: int,
+    ranks_per_host: int,
+    force: bool,
+    say: Callable[[str], None],
+) -> Fitted:
+    """The configuration, changed where `parallel.strategy: auto` lets the plan do so; UsageError where it cannot be."""
+    device = smallest_device(gpus)
+    if device is None:
+        return Fitted(config)
+    if _shape_is_on_the_hub(config):
+        return Fitted(config)
+    job = Job(config, shape_of(config), world_size, device, ranks_per_host)
+    option = job.as_configured()
+    if option.fits or force:
+        if not option.fits:
+            say(f"plan: {describe_need(option)}; tried all the same (--force)")
+        return Fitted(config, run_plan(job, option))
+    host_bytes = psutil.virtual_memory().total / ranks_per_host
+    eight_bit = importlib.util.find_spec("torchao") is not None
+    if config.parallel.strategy == "auto":
+        found = advise(job, eight_bit=eight_bit, host_bytes=host_bytes, may_change=_free_keys(config))
+        if found is not None and found.changes:
+            say(f"plan: {describe_need(option)}; parallel.strategy=auto takes {found.as_flags}")
+            changed = replace(job, config=config.with_values(found.changes, "plan"))
+            return Fitted(changed.config, run_plan(changed, changed.as_configured()))
+    if not option.memory.cannot_fit(device.memory_bytes):
+        say(f"plan: {describe_need(option)}; it may just fit")
+        return Fitted(config, run_plan(job, option))
+    found = advise(job, eight_bit=eight_bit, host_bytes=host_bytes)
+    raise UsageError(f"this run cannot fit: {describe_need(option)}", remedy=_remedy(job, found), code="MC503")
+
+
+def run_plan(job: Job, option: Option) -> dict[str, Any]:
+    """What plan.json of a run directory holds."""
+    return {
+        "schema": 1,
+        "gpu": job.device.name,
+        "gpu_gib": job.device.memory_bytes / GIB,
+        "world_size": job.world_size,
+        **option_record(job, option),
+        "remedies": [remedy.record() for remedy in remedies(job, option)],
+    }
+
+
+def smallest_device(gpus: Sequence[Gpu]) -> Device | None:
+    """The GPU with the least memory decides; None where there is none, or the driver does not say."""
+    known = [gpu for gpu in gpus if gpu.memory_total > 0]
+    if not known or len(known) < len(gpus):
+        return None
+    gpu = min(known, key=lambda found: found.memory_total)
+    return device_named(gpu.name, round(gpu.memory_total * (1 - DRIVER_SHARE)))
+
+
+def _shape_is_on_the_hub(config: Config) -> bool:
+    """Nothing on this machine says yet how large the model is."""
+    return config.model.model_path is not None and may_be_hub_id(config.model.model_path)
+
+
+def _free_keys(config: Config) -> frozenset[str]:
+    """What nobody has set, and where parameters live: that is what `auto` is asked to decide."""
+    unset = {key for key, origin in config.origins.items() if origin == "default"}
+    return frozenset(unset | {"parallel.strategy"})
+
+
+def _remedy(job: Job, found: Advice | None) -> str:
+    if found is not None:
+        return f"add {found.as_flags} ({found.option.memory.needed / GIB:.1f} GiB), or --force to try all the same"
+    gpus = fewest_gpus(job)
+    more = f"it fits from {gpus} such GPUs on" if gpus else "take a smaller model"
+    return f"{more}, or --force to try all the same"

@@ -1,0 +1,285 @@
+"""`model-check plan`: what a configuration needs of a GPU, how it could be run, and which way is best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from model_check.cli.flags import configured, flag_values
+from model_check.config import Config, ModelShape, resolve_shape
+from model_check.errors import UsageError
+from model_check.observe.nvml import read_gpus
+from model_check.plan.advice import Advice, advise, changes_of, fewest_gpus
+from model_check.plan.devices import Device, device_named, parse_device
+from model_check.plan.memory import CATEGORIES, GIB, MemoryPlan
+from model_check.plan.options import LARGEST_BATCH, Job, Option
+from model_check.plan.speed import GPUS_PER_HOST, SpeedPlan
+
+SHOWN_CUTS = 4
+
+
+def plan(
+    preset: Annotated[str | None, typer.Option(help="debug, production, full, stable, 14b or 32b.")] = None,
+    config: Annotated[list[Path] | None, typer.Option(help="A JSON or YAML file; repeatable, later ones win.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="One value, e.g. --set training.batch_size=4; repeatable.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A GPU (H200, H100, A100-40, …) or its GiB (141). Default: the one here.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(help="GPUs of the job. Default: those here.", min=1)] = None,
+    gpus_per_host: Annotated[int, typer.Option(help="GPUs that fast links connect.", min=1)] = GPUS_PER_HOST,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> int:
+    """Say what a configuration needs of each GPU, which strategies fit, how fast they are, and which to take.
+
+    Needs no GPU. Exits with 1 where the configuration as it stands does not fit.
+
+    Example: model-check plan --preset full --gpu H100 --world-size 8
+    """
+    resolved = configured(preset, False, config or [], overrides or [], flag_values(batch_size=batch_size))
+    device, ranks = _machine(gpu, world_size)
+    job = Job(resolved, shape_of(resolved), ranks, device, gpus_per_host)
+    _check_cuts(job)
+    option = job.as_configured()
+    found = advise(job)
+    if as_json:
+        typer.echo(json.dumps(plan_record(job, option, found), indent=2))
+    else:
+        _show(job, option, found)
+    return 0 if option.fits else 1
+
+
+def shape_of(config: Config) -> ModelShape:
+    """The shape that training would build; the tokenizer is asked only where nothing else says the vocabulary."""
+    if config.model.vocab_size is not None or config.model.model_path is not None:
+        return resolve_shape(config.model)
+    from model_check.data import load_tokenizer
+
+    return resolve_shape(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
+
+
+def _machine(gpu: str | None, world_size: int | None) -> tuple[Device, int]:
+    if gpu is not None:
+        return parse_device(gpu), world_size or 1
+    here = read_gpus()
+    if not here:
+        raise UsageError("this machine shows no GPU to plan for", remedy="name one: --gpu H100, or its GiB: --gpu 80")
+    return device_named(here[0].name, here[0].memory_total), world_size or len(here)
+
+
+def _check_cuts(job: Job) -> None:
+    parallel = job.config.parallel
+    cut = parallel.tensor * parallel.pipeline * parallel.context
+    if job.world_size % cut:
+        raise UsageError(
+            f"--world-size {job.world_size} is not a multiple of parallel.tensor*pipeline*context={cut}",
+            remedy=f"plan for {cut * max(1, job.world_size // cut)} GPUs, or change the sizes",
+        )
+
+
+def plan_record(job: Job, option: Option, found: Advice | None) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "schema": 1,
+        "gpu": {"name": job.device.name, "memory_gib": job.device.memory_bytes / GIB},
+        "world_size": job.world_size,
+        "parameters": job.shape.parameters(),
+        "global_batch": job.global_batch,
+        "as_configured": option_record(job, option),
+        "options": [option_record(job, other) for other in job.options()],
+        "advice": None if found is None else {"config": found.nested, **option_record(job, found.option)},
+        "fits_from_gpus": None if found is not None and not found.option.load.offloads else fewest_gpus(job),
+    }
+
+
+def option_record(job: Job, option: Option) -> dict[str, Any]:
+    """One way to run, for a program."""
+    layout, load, speed = option.layout, option.load, option.speed
+    return {
+        "strategy": layout.strategy,
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "context": layout.context,
+        "shards": layout.shard,
+        "replicas": layout.replicate,
+        "keeps_gathered": layout.keep_gathered,
+        "activation_checkpointing": load.recomputation,
+        "batch_size": load.batch,
+        "micro_batches": load.micro_batches,
+        "optimizer_states": load.states,
+        "cpu_offload": load.offloads,
+        "fits": option.fits,
+        "largest_batch": job.largest_batch(option),
+        "memory": _memory_record(option.memory),
+        "speed": None if speed is None else _speed_record(speed),
+        "changes": changes_of(job, option),
+    }
+
+
+def _memory_record(memory: MemoryPlan) -> dict[str, Any]:
+    return {
+        "peak_gib": memory.allocated / GIB,
+        "peak_moment": memory.peak.name,
+        "parts_gib": {part: size / GIB for part, size in memory.peak.parts.items()},
+        "moments_gib": {moment.name: moment.total / GIB for moment in memory.moments},
+        "reserved_gib": memory.reserved / GIB,
+        "outside_gib": memory.outside / GIB,
+        "needed_gib": memory.needed / GIB,
+        "host_gib": memory.host / GIB,
+    }
+
+
+def _speed_record(speed: SpeedPlan) -> dict[str, float]:
+    return {
+        "step_s": speed.step_s,
+        "tokens_per_s": speed.tokens_per_s,
+        "mfu": speed.mfu,
+        "exposed_communication_s": speed.exposed_communication_s,
+        "bubble_s": speed.bubble_s,
+    }
+
+
+def _show(job: Job, option: Option, found: Advice | None) -> None:
+    console = Console(highlight=False)
+    load = option.load
+    console.print(
+        f"{_count(job.shape.parameters())} parameters on {job.world_size:,} × {job.device.name} "
+        f"({job.device.memory_bytes / GIB:.1f} GiB each)"
+    )
+    console.print(
+        f"{load.batch} × {load.context} tokens × {load.micro_batches} micro-batch"
+        f"{'es' if load.micro_batches > 1 else ''}, {load.precision}, {load.states} moments, "
+        f"recomputation {load.recomputation}, {_layout_text(option)}"
+    )
+    console.print()
+    _show_parts(console, option)
+    console.print()
+    _show_options(console, job, option)
+    console.print()
+    for line in _closing(job, option, found):
+        console.print(line)
+
+
+def _show_parts(console: Console, option: Option) -> None:
+    memory = option.memory
+    table = Table(box=None, pad_edge=False)
+    table.add_column("GiB on each rank")
+    for moment in memory.moments:
+        style = "bold" if moment is memory.peak else ""
+        table.add_column(moment.name + (" ◄ peak" if moment is memory.peak else ""), justify="right", style=style)
+    for category in CATEGORIES:
+        values = [moment.parts.get(category, 0.0) / GIB for moment in memory.moments]
+        if any(value >= 0.005 for value in values):
+            table.add_row(category, *(f"{value:.2f}" for value in values))
+    table.add_row("allocated", *(f"{moment.total / GIB:.2f}" for moment in memory.moments), style="bold")
+    console.print(table)
+    verdict = "fits" if option.fits else "does not fit"
+    console.print(
+        f"with slack, CUDA and NCCL {memory.needed / GIB:.1f} of {option.device_bytes / GIB:.1f} GiB: "
+        + f"[{'green' if option.fits else 'red'}]{verdict}[/]"
+        + (f"; {memory.host / GIB:.1f} GiB of host memory" if memory.host else "")
+    )
+    if option.speed is not None:
+        console.print(
+            f"a step takes about {_seconds(option.speed.step_s)}: {option.speed.tokens_per_s:,.0f} tokens/s, "
+            f"MFU {option.speed.mfu:.0%}"
+        )
+
+
+def _show_options(console: Console, job: Job, option: Option) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("strategy", "recompute"):
+        table.add_column(name)
+    for name in ("batch", "needs", "", "largest", "step", "MFU"):
+        table.add_column(name, justify="right")
+    for other in _worth_showing(job, option):
+        speed = other.speed
+        table.add_row(
+            _layout_text(other, short=True),
+            other.load.recomputation,
+            f"{other.load.batch} × {other.load.micro_batches}",
+            f"{other.memory.needed / GIB:.1f}",
+            Text("fits", style="green") if other.fits else Text("no", style="red"),
+            _batch_text(job.largest_batch(other)),
+            _seconds(speed.step_s) if speed is not None else "-",
+            f"{speed.mfu:.0%}" if speed is not None else "-",
+        )
+    console.print(table)
+    console.print(
+        "batch: sequences × micro-batches a step; needs: GiB on each rank; largest: the largest batch that fits",
+        style="dim",
+    )
+
+
+def _worth_showing(job: Job, option: Option) -> Iterator[Option]:
+    """All of the cut that is configured; of the others the fastest that fits, the best few of them."""
+    cut = (option.layout.tensor, option.layout.pipeline)
+    rows = [o for o in job.options() if (o.layout.tensor, o.layout.pipeline) == cut]
+    yield from _one_gathering(rows)
+    best: dict[tuple[int, int], Option] = {}
+    for other in job.options():
+        key = (other.layout.tensor, other.layout.pipeline)
+        if key != cut and other.fits and (key not in best or other.seconds_per_token < best[key].seconds_per_token):
+            best[key] = other
+    yield from sorted(best.values(), key=lambda o: o.seconds_per_token)[:SHOWN_CUTS]
+
+
+def _one_gathering(rows: Sequence[Option]) -> Iterator[Option]:
+    """Of two that differ only in whether gathered parameters are kept: kept where that fits, else freed."""
+    seen: dict[tuple[str, str], Option] = {}
+    for row in rows:
+        key = (row.layout.strategy, row.load.recomputation)
+        if key not in seen or (row.fits and not seen[key].fits) or (not seen[key].fits and not row.fits):
+            seen[key] = row
+    return iter(seen.values())
+
+
+def _layout_text(option: Option, *, short: bool = False) -> str:
+    layout = option.layout
+    words: list[str] = [layout.strategy]
+    for letter, name, size in (("tp", "tensor", layout.tensor), ("pp", "pipeline", layout.pipeline)):
+        if size > 1:
+            words.append(f"{letter}{size}" if short else f"{name} {size}")
+    if layout.shards and not layout.keep_gathered:
+        words.append("resharding")
+    return " ".join(words)
+
+
+def _batch_text(batch: int) -> str:
+    return f"≥ {batch}" if batch == LARGEST_BATCH else str(batch)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.1f} M"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _closing(job: Job, option: Option, found: Advice | None) -> Iterator[str]:
+    if found is None:
+        gpus = fewest_gpus(job)
+        yield "nothing fits on this many GPUs" + (f"; it does from {gpus:,} on" if gpus else "")
+        return
+    if not found.changes:
+        yield "advice: keep it as it is"
+        return
+    speed = found.option.speed
+    pace = f", {_seconds(speed.step_s)} a step" if speed is not None else ""
+    yield f"advice ({found.option.memory.needed / GIB:.1f} GiB{pace}):"
+    yield json.dumps(found.nested, indent=2)
+    if found.option.load.offloads:
+        gpus = fewest_gpus(job)
+        yield f"offloading needs {found.option.memory.host / GIB:.0f} GiB of host memory for each rank" + (
+            f"; without it the model fits from {gpus:,} GPUs on" if gpus else ""
+        )

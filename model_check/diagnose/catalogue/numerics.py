@@ -1,0 +1,193 @@
+"""MC4xx: numbers that are not finite, or not what they should be."""
+
+from __future__ import annotations
+
+from model_check.diagnose.catalogue.entry import Entry
+
+NUMERICS: dict[str, Entry] = {
+    "MC401": Entry(
+        "non-finite numbers in the forward pass",
+        "An operation of the forward pass made NaN or infinity out of finite numbers; the loss and every gradient "
+        "that depends on it are lost.",
+        "A learning rate or initialisation that is too large, a logarithm of zero, a division by zero, weights that "
+        "were not finite to begin with.",
+        "The norm of all gradients and the mean loss are checked on the device in every step; such a step never "
+        "changes a weight. It is then replayed with its own batch and random state, and the first operation whose "
+        "result is not finite while its inputs are is named with its module and line.",
+        (
+            "look at the named line and the ranges of the modules before it",
+            "lower training.learning_rate or model.init_std",
+            "set training.use_amp=false to see whether half precision is the cause",
+        ),
+        "step 17: log made -inf in layers.3.gate at model.py:88 on rank 1",
+    ),
+    "MC402": Entry(
+        "non-finite gradient in the backward pass only",
+        "The loss is finite and the gradient is not: the derivative of an operation has a pole where its value has none.",
+        "sqrt, norm or pow at 0 (slope 1/0), log near 0, 0/0 behind a where, a division whose numerator and "
+        "denominator vanish together.",
+        "The replayed backward pass is watched operation by operation; the first non-finite gradient belongs to a "
+        "node of the graph, and the node to the line of the forward pass that made it.",
+        (
+            "keep the argument away from the pole: sqrt(x + eps), x.clamp(min=eps).log()",
+            "mask the argument, not only the result: torch.where(ok, x, 1).log()",
+        ),
+        "x.square().sum().sqrt()   # at x = 0",
+    ),
+    "MC403": Entry(
+        "float16 overflow",
+        "A number left the range of float16 (65504) and became infinite.",
+        "Activations or logits that grow with training, weights that are too large for the format; or, in the "
+        "backward pass, gradients that overflow even with a loss scale of 1.",
+        "The first operation of the replay that makes infinity in float16 is computed again in float32, which gives "
+        "the magnitude. A step that is only skipped to lower the loss scale is normal and not reported.",
+        (
+            "set training.precision=bf16: the same memory, the range of float32",
+            "keep the named layer in float32, or normalise before it",
+        ),
+        "layers.11.feed_forward.w2: 81920 in float16, whose largest number is 65504; last good scale 32768",
+    ),
+    "MC404": Entry(
+        "bad sample",
+        "One or a few samples of the batch make the step non-finite; the others are fine.",
+        "Values in the data that are infinite, NaN or far outside the usual range; a sample with nothing in it.",
+        "The samples of the replayed batch are run one by one.",
+        (
+            "look at the named samples, or take them out",
+            "check values when data is prepared: torch.isfinite(x).all()",
+            "debug.on_nan=skip goes on without the batch",
+        ),
+        "sample 4711 of rank 1: input 0 holds inf",
+    ),
+    "MC405": Entry(
+        "learning rate too high",
+        "The weights were thrown off by updates of the size of the weights themselves.",
+        "A learning rate that is too large for the model, or that jumps: a schedule without a warmup, a wrong unit.",
+        "AdamW moves every weight by about the learning rate in a step; that is compared with the size of the weights "
+        "at the start, and with the learning rates of the steps before.",
+        ("lower training.learning_rate", "raise training.scheduler.warmup_steps"),
+        "learning rate 10, 500 times the weights (0.02)",
+    ),
+    "MC406": Entry(
+        "exploding gradients",
+        "The gradient norm grew over the steps before until it was no longer a finite number.",
+        "A deep or recurrent model without normalisation, a learning rate at the edge, too large max_grad_norm.",
+        "The gradient norms of the last steps grow, by 100 times or more in all.",
+        (
+            "set or lower training.max_grad_norm",
+            "lower training.learning_rate, or warm up longer",
+            "normalise the layers whose output grows",
+        ),
+        "gradient norm 3.1, 48, 9.2e3, 4.4e8, nan",
+    ),
+    "MC407": Entry(
+        "initialisation too large",
+        "The first steps overflow: the weights were too large from the start.",
+        "model.init_std or a custom initialisation far above 1/sqrt(width).",
+        "The step that fails is one of the first, and the weights of some layers multiply their input by far more "
+        "than 1.",
+        ("lower model.init_std (0.02 is usual)", "scale a weight by 1/sqrt(fan_in)"),
+        "layers.0.attention.wq.weight has a standard deviation of 1e4",
+    ),
+    "MC408": Entry(
+        "division by an empty mask",
+        "A mean was taken over nothing: the sum of the mask, or the number of labels that count, is 0.",
+        "A batch whose labels are all ignored (-100), a mask that hides every position, an empty selection.",
+        "The first non-finite operation of the replay is a division, a mean or a loss whose divisor is 0.",
+        (
+            "divide by mask.sum().clamp(min=1)",
+            "drop samples without a single label when the data is prepared",
+        ),
+        "F.cross_entropy(logits, labels)   # every label is -100",
+    ),
+    "MC409": Entry(
+        "transient: the step is finite when it is repeated",
+        "A step gave NaN or infinity once, and the same step with the same batch, weights and random state did not.",
+        "Most often hardware: a bit that flipped in a device, its memory or a link. Also code that is not "
+        "deterministic: a race, a counter of its own, uninitialised memory.",
+        "The step is replayed. The rank is the one whose own gradients were not finite before they were exchanged.",
+        (
+            "test the named GPU: nvidia-smi -q -d ECC,ROW_REMAPPER, dcgmi diag -r 3",
+            "take the host out if it happens again on the same GPU",
+        ),
+        "step 90210 was not finite on rank 3 (GPU 5), and its replay is",
+    ),
+    "MC410": Entry(
+        "replicas drift apart",
+        "Ranks that should hold the same parameters do not. Nothing fails: each of them trains another model.",
+        "Weights changed on one rank after DDP had made them alike, a rank that skips an update or makes one more, "
+        "random numbers of its own in an initialisation, memory that lost a bit.",
+        "Every rank sums the bits of a few parameters, in turns, every 10 steps and later every 100; the sums of equal "
+        "steps are compared. Only parameters under DistributedDataParallel are: sharded ones differ rightly. Where a "
+        "majority of ranks agrees, the others are named.",
+        (
+            "change weights before the model is wrapped in DistributedDataParallel, or on all ranks alike",
+            "look at what the named rank does between the two steps: a skipped optimizer step, a loaded checkpoint",
+            "where no code explains it, test the rank's device and memory",
+        ),
+        "model.module.head.reset_parameters()   # after DDP(model), each rank with a seed of its own",
+    ),
+    "MC412": Entry(
+        "all ranks are given the same data",
+        "Every rank computes the same gradient, so their average is that of one: N ranks do the work of one.",
+        "A loader without a DistributedSampler, a sampler that was told the same rank everywhere, one seed for random "
+        "data on all ranks.",
+        "Sums over the bits of the model's inputs are compared in the first 8 steps, between ranks that hold replicas "
+        "under DistributedDataParallel; they must agree in all of them and change from step to step.",
+        (
+            "DataLoader(dataset, sampler=DistributedSampler(dataset))",
+            "seed random data with the rank: torch.manual_seed(seed + rank)",
+        ),
+        "DataLoader(dataset, shuffle=True) with the same seed on every rank",
+    ),
+    "MC413": Entry(
+        "the loss spikes",
+        "The loss left its level by far more than it usually moves, and stayed away for several steps.",
+        "A stretch of odd data, a learning rate at the edge, a change of the schedule, a bad resume.",
+        "Each loss is compared with the median of the 50 before it, in units of their median deviation; three in a row "
+        "far above it are a spike. Runs of fewer than 60 steps are never judged.",
+        (
+            "look at the batches of these steps",
+            "clip gradients, or lower the learning rate",
+            "go back to a checkpoint before the spike and skip its data",
+        ),
+        "loss 2.31 ± 0.02 for 50 steps, then 6.9, 7.4, 7.2",
+    ),
+    "MC414": Entry(
+        "the loss does not decrease",
+        "After many steps the loss is still that of a model that guesses: the logarithm of the number of choices.",
+        "Parameters that are frozen or get no gradient, a learning rate that is too small, labels that do not belong "
+        "to the inputs.",
+        "The loss stays within 2 % of ln(choices) from the first steps to the last over at least 200 steps. What can "
+        "be seen of the cause is listed: learning rate, frozen parameters, parameters without a gradient.",
+        (
+            "raise the learning rate",
+            "check requires_grad, and that the optimizer was given the parameters that are trained",
+            "check that labels are shifted and belong to their inputs: a model must be able to overfit one batch",
+        ),
+        "loss 10.37 at step 10, 10.38 at step 900, and ln(32000) is 10.37",
+    ),
+    "MC415": Entry(
+        "a layer gets no gradient",
+        "The gradient of a parameter is exactly 0 step after step, while others learn.",
+        "Dead units (all inputs of a ReLU negative), a saturated function, a branch that is multiplied by 0, a detach.",
+        "The norm of each gradient is looked at every 50 steps; exactly 0 in four looks in a row is reported.",
+        (
+            "look at what lies between this layer and the loss: detach(), where(), a mask, a saturated function",
+            "lower the learning rate, or use an activation that does not die (GELU, SiLU)",
+        ),
+        "encoder.3.weight: gradient 0 at steps 50, 100, 150 and 200",
+    ),
+    "MC416": Entry(
+        "gradients or outputs keep growing",
+        "The size of the gradients, or of the model's outputs, grows look after look: a run on its way to overflow.",
+        "A learning rate that is too high for this stage, missing normalisation, no clipping, logits without a bound.",
+        "Five looks in a row, each larger than the one before, and 100 times larger in all (for outputs: beyond 100).",
+        (
+            "clip gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+            "lower the learning rate",
+            "normalise the last layer's input, or add a z-loss on the logits",
+        ),
+        "gradient norm 0.8, 3.1, 12, 55, 240 at steps 50 to 250",
+    ),
+}

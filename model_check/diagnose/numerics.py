@@ -1,0 +1,136 @@
+"""Rules on numbers that are not finite: MC401 to MC409, from what the ranks found out when they replayed the step.
+
+A rank writes a `nonfinite` event only where its own pass went wrong; whoever merely received its gradients is a victim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from model_check.diagnose.catalogue import CATALOGUE
+from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.evidence import Evidence
+from model_check.diagnose.findings import make_finding
+from model_check.diagnose.frames import Frame, whole
+from model_check.rundir import Finding
+from model_check.rundir.verdict import Certainty, Severity
+
+_RANGES_SHOWN = 3
+_FAMILY = frozenset(f"MC4{number:02d}" for number in range(1, 10))
+
+
+def numerics_findings(evidence: Evidence) -> list[Finding]:
+    """One finding for each cause and place, at the first step it was seen; the earliest step first."""
+    return nonfinite_findings(evidence)
+
+
+def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
+    """The rank ended because the guard stopped it: what the guard found is the cause, the exception only tells it."""
+    return any(f.severity == "error" and f.code in _FAMILY for f in findings) and any(
+        "NumericsError" in sentence for sentence in crash.evidence
+    )
+
+
+def nonfinite_findings(evidence: Evidence) -> list[Finding]:
+    seen: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
+    for rank in evidence.ranks.values():
+        for record in rank.happened("nonfinite"):
+            key = (_code(record), str(record.get("location") or record.get("module") or ""))
+            seen.setdefault(key, []).append((rank.rank, record))
+    found = [_finding(evidence, code, records) for (code, _), records in seen.items()]
+    return sorted(found, key=lambda f: (f.step is None, f.step))
+
+
+def _code(record: Mapping[str, Any]) -> str:
+    code = str(record.get("cause") or "")
+    return code if code in _FAMILY and code in CATALOGUE else "MC401"
+
+
+def _finding(evidence: Evidence, code: str, records: list[tuple[int, Mapping[str, Any]]]) -> Finding:
+    first_step = min(whole(record.get("step")) for _, record in records)
+    at_first = [(rank, record) for rank, record in records if whole(record.get("step")) == first_step]
+    _, record = min(at_first, key=lambda item: item[0])
+    # A rank that is only the one to report something of the whole job says so: nobody is guilty then.
+    ranks = sorted({rank for rank, seen in at_first if seen.get("local") is not False})
+    stopped = any(seen.get("action") == "halt" for _, seen in records)
+    severity: Severity = "error" if stopped else "warning"
+    certainty: Certainty = "proven" if record.get("deterministic") and record.get("op") else "observed"
+    if code in ("MC404", "MC405", "MC406", "MC407") and certainty == "proven":
+        certainty = "observed"
+    if code == "MC409":
+        certainty = "suspected"
+    return make_finding(
+        code,
+        _title(code, ranks, record),
+        ranks=ranks,
+        victims=[rank for rank in evidence.all_ranks if rank not in ranks] if ranks else [],
+        frame=_frame(record),
+        evidence=_sentences(records, record),
+        certainty=certainty,
+        severity=severity,
+        step=first_step,
+        phase=str(record.get("direction") or "") or None,
+        tensor=str(record.get("tensor") or "") or None,
+        fix=[str(line) for line in record.get("fix") or ()],
+        began=_seconds(record),
+        now=evidence.now,
+    )
+
+
+def _title(code: str, ranks: list[int], record: Mapping[str, Any]) -> str:
+    who = f" on {ranks_text(ranks)}" if ranks else ""
+    what = CATALOGUE[code].title
+    module, op = record.get("module"), record.get("op")
+    place = f" in {module}" if module else ""
+    by = f" ({op})" if op else ""
+    return f"{what}{place}{by}{who}"
+
+
+def _frame(record: Mapping[str, Any]) -> Frame | None:
+    file, _, line = str(record.get("location") or "").rpartition(":")
+    if not file or not line.isdigit():
+        return None
+    return Frame(file=file, line=int(line), function=str(record.get("function") or ""))
+
+
+def _sentences(records: list[tuple[int, Mapping[str, Any]]], record: Mapping[str, Any]) -> list[str]:
+    lines = [f"observed: loss {record.get('loss')}, gradient norm {record.get('grad_norm')}"]
+    lines += [str(line) for line in record.get("evidence") or ()]
+    for entry in list(record.get("ranges") or ())[-_RANGES_SHOWN:]:
+        if isinstance(entry, Mapping):
+            lines.append(f"observed: before it, {_range_text(entry)}")
+    if samples := record.get("sample_ids"):
+        lines.append(f"observed: samples of the batch {_shortened(samples)}")
+    steps = sorted({whole(seen.get("step")) for _, seen in records})
+    if len(steps) > 1:
+        lines.append(f"observed: again in {len(steps) - 1} later step{'s' if len(steps) > 2 else ''}, last {steps[-1]}")
+    for path in sorted({str(seen.get("dump")) for _, seen in records if seen.get("dump")}):
+        lines.append(f"observed: tensors are in {path}")
+    return lines
+
+
+def _range_text(entry: Mapping[str, Any]) -> str:
+    def side(name: str) -> str:
+        values = entry.get(name)
+        if not isinstance(values, Mapping):
+            return "?"
+        share = values.get("finite")
+        bad = f", {share:.1%} finite" if isinstance(share, float) and share < 1.0 else ""
+        return f"max {_number(values.get('absmax'))}, mean {_number(values.get('mean'))}{bad}"
+
+    return f"{entry.get('module') or 'the model'}: in {side('input')}; out {side('output')}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _shortened(values: Any) -> str:
+    numbers = [str(v) for v in values] if isinstance(values, list) else []
+    return ", ".join(numbers[:8]) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+
+
+def _seconds(record: Mapping[str, Any]) -> float | None:
+    t = record.get("t")
+    return float(t) if isinstance(t, (int, float)) else None

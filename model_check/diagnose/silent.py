@@ -1,0 +1,185 @@
+"""Rules on faults that raise nothing and slow nothing: MC410 replicas that drift apart, MC412 one batch for all ranks.
+
+Ranks write sums over the bits of their parameters and of their inputs; here they are compared at equal steps.
+Token ids that the embedding has no row for (MC902) are told from the failure that they end in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from model_check.diagnose.catalogue import CATALOGUE
+from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.evidence import Evidence
+from model_check.diagnose.findings import make_finding
+from model_check.diagnose.frames import whole
+from model_check.rundir import Finding
+
+SAME_BATCHES = 3  # in a row from the first on; once or twice may be chance, or a warmup
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What the ranks of one group wrote at one step: for each name, each rank's number."""
+
+    step: int
+    group: tuple[int, ...]
+    by_name: Mapping[str, Mapping[int, int]]
+    t: float
+
+
+def drift_findings(evidence: Evidence) -> list[Finding]:
+    """The first step at which replicas were seen to differ."""
+    checks = _sums(evidence, "param_hash")
+    for number, check in enumerate(checks):
+        differing = [name for name, sums in check.by_name.items() if len(set(sums.values())) > 1]
+        if differing:
+            return [_drift_finding(evidence, check, differing, checks[:number])]
+    return []
+
+
+def _sums(evidence: Evidence, event: str) -> list[_Sums]:
+    """By step, the oldest first; a name only where every rank of the group has written it."""
+    written: dict[tuple[int, tuple[int, ...]], dict[int, Mapping[str, Any]]] = {}
+    latest: dict[tuple[int, tuple[int, ...]], float] = {}
+    for rank in evidence.ranks.values():
+        for record in rank.happened(event):
+            group, hashes, t = record.get("group"), record.get("hashes"), record.get("t")
+            if not isinstance(group, list) or not isinstance(hashes, dict):
+                continue
+            key = (whole(record.get("step")), tuple(sorted(whole(member) for member in group)))
+            written.setdefault(key, {})[rank.rank] = hashes
+            latest[key] = max(latest.get(key, 0.0), float(t) if isinstance(t, (int, float)) else 0.0)
+    found = []
+    for (step, group), by_rank in sorted(written.items()):
+        if len(group) < 2 or not set(group) <= set(by_rank):
+            continue
+        names = [name for name in by_rank[group[0]] if all(name in by_rank[member] for member in group)]
+        by_name = {name: {member: whole_sum(by_rank[member][name]) for member in group} for name in names}
+        found.append(_Sums(step, group, by_name, latest[step, group]))
+    return found
+
+
+def whole_sum(value: Any) -> int:
+    """A sum over bits uses all 64 of them, so it is no measure to be checked for its size."""
+    return value if isinstance(value, int) else 0
+
+
+def _drift_finding(evidence: Evidence, check: _Sums, differing: Sequence[str], before: Sequence[_Sums]) -> Finding:
+    name = differing[0]
+    odd = _odd_ones(check.by_name[name])
+    guilty = odd or check.group
+    alike = [earlier.step for earlier in before if earlier.group == check.group and _same(earlier, name)]
+    lines = [
+        f"observed: at step {check.step} {_by_rank(check.by_name[name])} of the bits of {name}",
+        f"observed: {len(differing)} of {len(check.by_name)} parameters compared at this step differ",
+    ]
+    if alike:
+        lines.append(f"observed: it was the same on all ranks at step {alike[-1]}")
+    elif check.step == 0:
+        lines.append("inferred: the ranks began with different weights: changed after DDP had made them alike")
+    if not odd:
+        lines.append("inferred: with two ranks nobody can say which of them is right")
+    who = f"{ranks_text(guilty)} hold" if len(guilty) > 1 else f"{ranks_text(guilty)} holds"
+    return make_finding(
+        "MC410",
+        f"{who} another value of {name} than its peers" if odd else f"{who} different values of {name}",
+        ranks=guilty,
+        victims=[member for member in check.group if member not in guilty],
+        evidence=lines,
+        severity="warning",
+        step=check.step,
+        tensor=name,
+        began=check.t,
+        now=evidence.now,
+    )
+
+
+def _same(check: _Sums, name: str) -> bool:
+    """The parameter, or the part of it that was looked at, was alike then."""
+    parameter = name.partition("[")[0]
+    sums = [values for label, values in check.by_name.items() if label.partition("[")[0] == parameter]
+    return bool(sums) and all(len(set(values.values())) == 1 for values in sums)
+
+
+def _odd_ones(sums: Mapping[int, int]) -> tuple[int, ...]:
+    """Those that differ from more than half of all; none where there is no such majority."""
+    common, count = Counter(sums.values()).most_common(1)[0]
+    if 2 * count <= len(sums):
+        return ()
+    return tuple(sorted(rank for rank, value in sums.items() if value != common))
+
+
+def _by_rank(sums: Mapping[int, int]) -> str:
+    shown = ", ".join(f"rank {rank}: {value & 0xFFFFFFFF:08x}" for rank, value in sorted(sums.items())[:_SHOWN_RANKS])
+    return f"the ranks have other sums ({shown}{', …' if len(sums) > _SHOWN_RANKS else ''})"
+
+
+def same_batch_findings(evidence: Evidence) -> list[Finding]:
+    """Replicas that are all given the same inputs, from their first steps on."""
+    found = []
+    checks = _sums(evidence, "batch_hash")
+    for group in sorted({check.group for check in checks}):
+        steps = [check for check in checks if check.group == group]
+        alike = [check for check in steps if _one_batch(check)]
+        changing = len({tuple(sorted(_one_rank(check, group[0]))) for check in alike}) == len(alike)
+        # The same numbers in step after step are a test of speed, not training.
+        if len(alike) >= SAME_BATCHES and len(alike) == len(steps) and changing:
+            found.append(_same_batch_finding(evidence, group, alike))
+    return found
+
+
+def _same_batch_finding(evidence: Evidence, group: tuple[int, ...], alike: Sequence[_Sums]) -> Finding:
+    return make_finding(
+        "MC412",
+        f"{ranks_text(group)} are given the same batch in every step",
+        ranks=group,
+        evidence=[
+            f"observed: the inputs of the model are the same bits on {len(group)} ranks "
+            f"in each of the {len(alike)} steps compared, and change from step to step",
+            f"inferred: {len(group)} ranks do the work of one",
+        ],
+        certainty="suspected",
+        severity="warning",
+        step=alike[0].step,
+        phase="data",
+        began=alike[SAME_BATCHES - 1].t,
+        now=evidence.now,
+    )
+
+
+def _one_batch(check: _Sums) -> bool:
+    return bool(check.by_name) and all(len(set(sums.values())) == 1 for sums in check.by_name.values())
+
+
+def _one_rank(check: _Sums, rank: int) -> Iterator[tuple[str, int]]:
+    return ((name, sums[rank]) for name, sums in check.by_name.items())
+
+
+def name_token_ids(evidence: Evidence, findings: Iterable[Finding]) -> list[Finding]:
+    """A failure in which the model was given a token that its embedding has no row for is about that token."""
+    return [_with_token(evidence, finding) for finding in findings]
+
+
+def _with_token(evidence: Evidence, finding: Finding) -> Finding:
+    if finding.code not in ("MC301", "MC311"):
+        return finding
+    said = [(rank, record) for rank in finding.ranks for record in evidence.of(rank).happened("token_range")]
+    if not said:
+        return finding
+    rank, record = said[-1]
+    largest, rows = whole(record.get("largest")), whole(record.get("rows"))
+    where = record.get("module") or "the embedding"
+    line = f"observed: rank {rank} was given token id {largest}, and {where} has {rows} rows"
+    return replace(
+        finding,
+        code="MC902",
+        title=f"rank {rank} was given token id {largest}, outside a vocabulary of {rows}",
+        tensor=str(record.get("module") or "") or finding.tensor,
+        evidence=[line, *finding.evidence],
+        fix=list(CATALOGUE["MC902"].fix),
+    )

@@ -1,0 +1,281 @@
+"""Early warnings, before anything breaks: MC413 spike, MC414 nothing learnt, MC415 dead layer, MC416 growth.
+
+Made from the losses and gradients that a script's ranks write down, and from the metrics of our own trainer. All of
+them wait for a history and ask for far more than noise: a healthy run must never see one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.findings import make_finding
+from model_check.diagnose.frames import whole
+from model_check.rundir import Finding
+
+SPIKE_WINDOW = 50
+SPIKE_SCORE = 10.0
+SPIKE_STEPS = 3
+SPIKE_FACTOR = 1.5
+# Losses that hardly move at all still move in their last digits.
+_LEAST_DEVIATION = 0.02
+STUCK_STEPS = 200
+STUCK_SHARE = 0.02
+_LEARNT_SHARE = 0.005
+DEAD_LOOKS = 4
+GROWING_LOOKS = 5
+GROWTH = 100.0
+LARGE_OUTPUT = 100.0
+_OUTPUT_GROWTH = 10.0
+_METRICS_PER_LOOK = 50
+
+
+@dataclass(frozen=True)
+class Look:
+    """The gradients of one step on one rank."""
+
+    step: int
+    norms: Mapping[str, float]
+    largest_output: float | None
+    choices: int | None
+    rates: tuple[float, ...]
+    frozen: tuple[str, ...]
+    without_gradient: tuple[str, ...]
+
+    @property
+    def total(self) -> float:
+        return math.sqrt(sum(norm * norm for norm in self.norms.values()))
+
+
+def training_warnings(evidence: Evidence) -> list[Finding]:
+    losses = {rank.rank: _losses(rank) for rank in evidence.ranks.values()}
+    losses = {rank: series for rank, series in losses.items() if series}
+    own = [(whole(m.get("step")), loss) for m in evidence.metrics if (loss := _number(m.get("loss"))) is not None]
+    if own and not losses:
+        losses = dict.fromkeys(evidence.ranks, own)
+    looks = {rank.rank: _looks(rank) for rank in evidence.ranks.values()}
+    looks = {rank: seen for rank, seen in looks.items() if seen}
+    found = [
+        _spike(evidence, losses),
+        _stuck(evidence, losses, looks),
+        _dead(evidence, looks),
+        _growing(evidence, looks) or _growing_metrics(evidence),
+    ]
+    return [finding for finding in found if finding is not None]
+
+
+# Reading
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _losses(rank: RankEvidence) -> list[tuple[int, float]]:
+    series: list[tuple[int, float]] = []
+    for record in rank.happened("losses"):
+        steps, values = record.get("steps"), record.get("values")
+        if isinstance(steps, list) and isinstance(values, list):
+            pairs = zip(steps, values, strict=False)
+            series += [(whole(step), loss) for step, value in pairs if (loss := _number(value)) is not None]
+    return series
+
+
+def _looks(rank: RankEvidence) -> list[Look]:
+    seen = []
+    for record in rank.happened("gradients"):
+        norms = record.get("norms")
+        if isinstance(norms, dict):
+            seen.append(
+                Look(
+                    step=whole(record.get("step")),
+                    norms={str(name): norm for name, value in norms.items() if (norm := _number(value)) is not None},
+                    largest_output=_number(record.get("largest_output")),
+                    choices=whole(record.get("choices")) or None,
+                    rates=tuple(rate for value in _list(record, "lr") if (rate := _number(value)) is not None),
+                    frozen=tuple(map(str, _list(record, "frozen"))),
+                    without_gradient=tuple(map(str, _list(record, "without_gradient"))),
+                )
+            )
+    return seen
+
+
+def _list(record: Mapping[str, Any], key: str) -> list[Any]:
+    value = record.get(key)
+    return value if isinstance(value, list) else []
+
+
+# Spikes
+
+
+def spike_in(series: Sequence[tuple[int, float]]) -> tuple[int, float, float, float] | None:
+    """The first spike: its step, loss, the usual loss before it, and by how many deviations it is away."""
+    if len(series) < SPIKE_WINDOW + SPIKE_STEPS:
+        return None
+    values = [loss for _, loss in series]
+    level = statistics.median(values)
+    for first in range(SPIKE_WINDOW, len(values) - SPIKE_STEPS + 1):
+        after = values[first : first + SPIKE_STEPS]
+        # A sorting of the window only where the loss is high for the run as a whole.
+        if min(after) <= level:
+            continue
+        window = values[first - SPIKE_WINDOW : first]
+        usual = statistics.median(window)
+        deviation = 1.4826 * statistics.median(abs(value - usual) for value in window)
+        deviation = max(deviation, _LEAST_DEVIATION * abs(usual), 1e-9)
+        score = (min(after) - usual) / deviation
+        if score > SPIKE_SCORE and min(after) > SPIKE_FACTOR * abs(usual):
+            return series[first][0], after[0], usual, score
+    return None
+
+
+def _spike(evidence: Evidence, losses: Mapping[int, Sequence[tuple[int, float]]]) -> Finding | None:
+    spikes = {rank: found for rank, series in losses.items() if (found := spike_in(series)) is not None}
+    if not spikes:
+        return None
+    rank = min(spikes, key=lambda number: spikes[number][0])
+    step, loss, usual, score = spikes[rank]
+    return make_finding(
+        "MC413",
+        f"the loss spiked to {loss:.4g} at step {step}, from {usual:.4g}",
+        ranks=spikes,
+        evidence=[
+            f"observed: {score:.0f} deviations above the {SPIKE_WINDOW} steps before it, {SPIKE_STEPS} steps in a row"
+        ],
+        severity="warning",
+        step=step,
+        now=evidence.now,
+    )
+
+
+# Nothing learnt
+
+
+def _stuck(
+    evidence: Evidence, losses: Mapping[int, Sequence[tuple[int, float]]], looks: Mapping[int, Sequence[Look]]
+) -> Finding | None:
+    for rank, series in sorted(losses.items()):
+        seen = looks.get(rank, ())
+        choices = next((look.choices for look in reversed(seen) if look.choices), evidence.vocabulary)
+        passed = series[-1][0] - series[0][0]
+        if choices is None or choices < 2 or passed < STUCK_STEPS or len(series) < STUCK_STEPS // 2:
+            continue
+        guess = math.log(choices)
+        parts = [series[:20], series[len(series) // 2 - 25 : len(series) // 2 + 25], series[-50:]]
+        levels = [statistics.median(loss for _, loss in part) for part in parts]
+        near = all(abs(level - guess) <= STUCK_SHARE * guess for level in levels)
+        if near and levels[-1] > levels[0] - _LEARNT_SHARE * guess:
+            return make_finding(
+                "MC414",
+                f"the loss has stayed at {levels[-1]:.4g} for {passed} steps: that of guessing",
+                ranks=losses,
+                evidence=[
+                    f"observed: loss {levels[0]:.4g} at first, {levels[-1]:.4g} now; ln({choices}) is {guess:.4g}",
+                    *_why_stuck(seen[-1] if seen else None, evidence),
+                ],
+                certainty="suspected",
+                severity="warning",
+                step=series[-1][0],
+                now=evidence.now,
+            )
+    return None
+
+
+def _why_stuck(look: Look | None, evidence: Evidence) -> list[str]:
+    if look is None:
+        rates = [rate for m in evidence.metrics[-1:] if (rate := _number(m.get("lr"))) is not None]
+        return [f"observed: learning rate {rate:g}" for rate in rates]
+    lines = [f"observed: learning rate {', '.join(f'{rate:g}' for rate in look.rates[:4])}"] if look.rates else []
+    if look.frozen:
+        lines.append(f"observed: frozen (requires_grad is False): {', '.join(look.frozen)}")
+    if look.without_gradient:
+        lines.append(f"observed: no gradient reaches {', '.join(look.without_gradient)}")
+    still = [name for name, norm in look.norms.items() if norm == 0]
+    if still:
+        lines.append(f"observed: the gradient is 0 in {', '.join(still[:4])}")
+    return lines
+
+
+# Dead layers
+
+
+def _dead(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding | None:
+    """A shard may be 0 rightly (rows of an embedding that no token asked for): it must be 0 on all ranks."""
+    newest = {rank: seen[-DEAD_LOOKS:] for rank, seen in looks.items() if len(seen) >= DEAD_LOOKS}
+    if not newest or len(newest) < len(looks):
+        return None
+    dead = set.intersection(*(_always_zero(seen) for seen in newest.values()))
+    first = newest[min(newest)]
+    alive = [name for name, norm in first[-1].norms.items() if norm > 0]
+    if not dead or not alive:
+        return None
+    names = [name for name in first[-1].norms if name in dead]
+    return make_finding(
+        "MC415",
+        f"{names[0]} gets no gradient" + (f", and {len(names) - 1} more like it" if len(names) > 1 else ""),
+        ranks=newest,
+        evidence=[
+            f"observed: its gradient is exactly 0 at steps {', '.join(str(look.step) for look in first)} on "
+            f"{ranks_text(sorted(newest))}",
+            f"observed: so is that of {', '.join(names[1:6])}" if len(names) > 1 else f"observed: {alive[0]} learns",
+        ],
+        severity="warning",
+        step=first[-1].step,
+        tensor=names[0],
+        now=evidence.now,
+    )
+
+
+def _always_zero(seen: Iterable[Look]) -> set[str]:
+    return set.intersection(*({name for name, norm in look.norms.items() if norm == 0} for look in seen))
+
+
+# Growth
+
+
+def grows(values: Sequence[float], factor: float) -> bool:
+    """The newest values are each larger than the one before, and by `factor` in all."""
+    newest = list(values)[-GROWING_LOOKS:]
+    if len(newest) < GROWING_LOOKS or newest[0] <= 0:
+        return False
+    return all(after > before for before, after in pairwise(newest)) and newest[-1] >= factor * newest[0]
+
+
+def _growing(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding | None:
+    for rank, seen in sorted(looks.items()):
+        totals = [look.total for look in seen]
+        outputs = [look.largest_output for look in seen if look.largest_output is not None]
+        if grows(totals, GROWTH):
+            return _growth_finding(evidence, rank, "gradient norm", totals, seen[-1].step)
+        if grows(outputs, _OUTPUT_GROWTH) and outputs[-1] > LARGE_OUTPUT:
+            return _growth_finding(evidence, rank, "largest output of the model", outputs, seen[-1].step)
+    return None
+
+
+def _growing_metrics(evidence: Evidence) -> Finding | None:
+    """Our own trainer writes the norm of every step: medians of many take the place of looks."""
+    norms = [norm for m in evidence.metrics if (norm := _number(m.get("grad_norm"))) is not None]
+    starts = range(len(norms) % _METRICS_PER_LOOK, len(norms), _METRICS_PER_LOOK)
+    medians = [statistics.median(norms[start : start + _METRICS_PER_LOOK]) for start in starts]
+    if not grows(medians, GROWTH):
+        return None
+    return _growth_finding(evidence, 0, "gradient norm", medians, whole(evidence.metrics[-1].get("step")))
+
+
+def _growth_finding(evidence: Evidence, rank: int, what: str, values: Sequence[float], step: int) -> Finding:
+    shown = ", ".join(f"{value:.3g}" for value in list(values)[-GROWING_LOOKS:])
+    return make_finding(
+        "MC416",
+        f"the {what} keeps growing: {values[-1]:.3g} at step {step}",
+        ranks=[rank],
+        evidence=[f"observed: {what} {shown}, {_METRICS_PER_LOOK} steps apart"],
+        severity="warning",
+        step=step,
+        now=evidence.now,
+    )

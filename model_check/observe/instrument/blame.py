@@ -1,0 +1,275 @@
+"""What a hit of the guard means: whether this rank is to blame, the cause, the line and the evidence.
+
+The outcome is the body of a `nonfinite` event, in the same words that our own trainer uses for its steps; None where
+the bad gradients came from a peer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from model_check.observe.instrument.history import History
+from model_check.observe.instrument.inputs import Call
+from model_check.observe.instrument.lossline import LossOperation, Place, Pole, first_bad
+from model_check.observe.instrument.readings import tensors_in
+from model_check.observe.instrument.replaying import (
+    Replay,
+    finite,
+    run_again,
+    samples_alone,
+    samples_with_bad_input,
+)
+from model_check.observe.numerics.causes import Cause, Situation, judge_cause
+from model_check.observe.numerics.origins import Origin
+from model_check.observe.numerics.ranges import checkable
+
+_OUTLIER = 100.0
+_FIXES = {
+    "MC401": ("look at the named line and the numbers that go into it", "lower the learning rate"),
+    "MC403": ("use bfloat16: the same memory, the range of float32", "keep the named layer in float32"),
+    "MC404": ("look at the named samples, or take them out", "check values where data is prepared"),
+    "MC405": ("lower the learning rate", "warm it up over the first steps", "clip gradients"),
+    "MC406": ("clip gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "lower the learning rate"),
+    "MC407": ("initialise with a smaller scale: 1/sqrt(fan_in)",),
+}
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A step with numbers that are not finite, as it is first seen."""
+
+    loss: float
+    direction: Literal["forward", "backward"]
+    calls: Sequence[Call]
+    place: Place | None
+    in_loss_code: LossOperation | None = None
+    replay: Replay | None = None
+    call: Call | None = None
+    why_not: str = ""  # why no forward was run again
+    late: bool = False
+    scaler: str = ""  # what a GradScaler that gave up has to say
+    real_outputs_finite: bool | None = None
+
+    @classmethod
+    def in_forward(cls, loss: float, calls: Sequence[Call], graph: Any, place: Place | None) -> Hit:
+        """A loss that is not finite. `graph`: its node, while no backward has run over it."""
+        call, replay, why_not = _again(calls, backward=False)
+        known = [tensor for output in (call.outputs if call is not None else ()) if (tensor := output()) is not None]
+        real = all(finite(tensor) for tensor in known) if known else None
+        inside = [made.nodes for made in calls]
+        # Finite outputs, and a loss that is not: what lies between them did it.
+        outside = first_bad(graph, inside, place) if graph is not None and real is not False else None
+        return cls(
+            float(loss),
+            "forward",
+            calls,
+            place,
+            in_loss_code=outside,
+            replay=replay,
+            call=call,
+            why_not=why_not,
+            real_outputs_finite=real,
+        )
+
+    @classmethod
+    def in_backward(cls, loss: float, calls: Sequence[Call], poles: Sequence[Pole], place: Place | None) -> Hit:
+        """A finite loss with gradients that are not."""
+        call, replay, why_not = _again(calls, backward=True)
+        touched = next((found for pole in poles if (found := pole.touched(place)) is not None), None)
+        return cls(float(loss), "backward", calls, place, touched, replay, call, why_not)
+
+    @classmethod
+    def too_late(cls, loss: float, place: Place | None) -> Hit:
+        """Known only after the step was applied: the weights it would be replayed with are gone."""
+        return cls(float(loss), "backward", (), place, late=True)
+
+
+def _again(calls: Sequence[Call], *, backward: bool) -> tuple[Call | None, Replay | None, str]:
+    """Runs the newest forward that has parameters once more, or says why not."""
+    with_parameters = [call for call in calls if next(call.module.parameters(), None) is not None]
+    if not with_parameters:
+        return None, None, "no module's forward was seen in this step"
+    call = with_parameters[-1]
+    why_not = call.why_not_again()
+    if why_not:
+        return call, None, why_not
+    try:
+        return call, run_again(call, backward=backward), ""
+    except Exception as error:  # the script's own module: it may do anything when it is called once more
+        return call, None, f"its forward cannot be run once more ({type(error).__name__}: {str(error)[:120]})"
+
+
+def report_of(hit: Hit, history: History, *, rate: float) -> dict[str, Any] | None:
+    """The body of the event, or None: nothing of this rank's own went wrong."""
+    if hit.late:
+        return _report_late(hit)
+    origin = hit.replay.origin if hit.replay is not None else None
+    if hit.scaler and origin is None:
+        return {**_body(hit, "MC403", [hit.scaler]), "location": _line(hit.place)}
+    if hit.direction == "backward" and origin is None and hit.in_loss_code is None:
+        return _report_unexplained_gradient(hit) if _alone() else None
+    if origin is not None and (hit.in_loss_code is None or not hit.in_loss_code.made_it):
+        return _report_origin(hit, origin, history, rate)
+    if hit.in_loss_code is not None:
+        return _report_loss_code(hit, hit.in_loss_code, history, rate)
+    return _report_without_line(hit, history, rate)
+
+
+def _alone() -> bool:
+    return not torch.distributed.is_available() or not torch.distributed.is_initialized() or _world() == 1
+
+
+def _world() -> int:
+    return torch.distributed.get_world_size()
+
+
+# The reports
+
+
+def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> dict[str, Any]:
+    assert hit.call is not None and hit.replay is not None, "an origin comes from a replay"
+    site = origin.site
+    file, line, function = hit.call.line() or ("", 0, "")
+    samples = samples_with_bad_input(hit.call) or samples_alone(hit.call)
+    cause = _judged(hit, origin, history, samples if _odd(hit.call, samples) else None, rate)
+    evidence = [*([hit.scaler] if hit.scaler else []), *cause.evidence]
+    if not hit.replay.computes_loss and origin.direction == "backward":
+        evidence.append("inferred: it was replayed with ones in place of the gradient of the script's own loss")
+    return {
+        **_body(hit, cause.code, evidence),
+        "direction": origin.direction,
+        "module": site.module or type(hit.call.unwrapped).__name__,
+        "op": site.op or None,
+        "location": site.location or f"{file}:{line}",
+        "function": site.function or function,
+        "tensor": origin.given,
+        "ranges": [entry.record() for entry in (origin.before or hit.replay.passed)],
+        "deterministic": True,
+        "sample_ids": samples,
+    }
+
+
+def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: float) -> dict[str, Any]:
+    seen = "observed" if found.made_it else "inferred"
+    note = f": it {found.note}" if found.note else ""
+    evidence = [f"{seen}: {found.op.lower()} in the loss code, outside any module{note}"]
+    if hit.real_outputs_finite:
+        evidence.append("observed: what the model returned is finite")
+    code = "MC401" if hit.direction == "forward" else "MC402"
+    if found.empty:
+        code = "MC408"
+    elif hit.direction == "forward" and not found.made_it:
+        cause = _judged(hit, None, history, None, rate)
+        code, evidence = cause.code, [*cause.evidence, *evidence]
+    return {
+        **_body(hit, code, evidence),
+        "module": None,
+        "op": found.op.lower(),
+        "location": f"{found.file}:{found.line}" if found.line else _line(hit.place),
+        "function": found.function or None,
+        "deterministic": found.made_it,
+    }
+
+
+def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, Any]:
+    """The loss is bad, and the replay cannot say where: it is finite, or there was none."""
+    if hit.replay is not None and hit.real_outputs_finite is False:
+        evidence = ["observed: the forward's output was not finite; run once more on the same rank, it is"]
+        return {**_body(hit, "MC409", evidence), "deterministic": False, "location": _line(hit.place)}
+    cause = _judged(hit, None, history, None, rate)
+    plain = [f"inferred: the operation is not known: {hit.why_not}"] if hit.why_not else []
+    evidence = [*cause.evidence, *plain, *_inputs_text(hit)]
+    return {**_body(hit, cause.code, evidence), "location": _line(hit.place)}
+
+
+def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
+    plain = hit.why_not or "its forward and backward are finite when run once more without the script's own loss"
+    return {**_body(hit, "MC402", [f"inferred: the operation is not known: {plain}"]), "location": _line(hit.place)}
+
+
+def _report_late(hit: Hit) -> dict[str, Any]:
+    late = "inferred: the weights were overwritten before a check that makes nobody wait could know"
+    again = "run again with --guard halt: the step is then replayed before it is applied"
+    return {**_body(hit, "MC402", [late]), "fix": [again], "location": _line(hit.place), "local": _alone()}
+
+
+def _body(hit: Hit, cause: str, evidence: list[str]) -> dict[str, Any]:
+    fixes = list(_FIXES.get(cause, ()))
+    return {"direction": hit.direction, "cause": cause, "evidence": evidence, **({"fix": fixes} if fixes else {})}
+
+
+def _line(place: Place | None) -> str | None:
+    return f"{place.file}:{place.line}" if place is not None else None
+
+
+def _inputs_text(hit: Hit) -> list[str]:
+    if hit.call is None or hit.why_not == "what its forward was given is no longer there":
+        return []
+    bad = samples_with_bad_input(hit.call)
+    return [f"observed: sample {number} of the batch holds NaN or infinity" for number in bad[:3]]
+
+
+# The causes
+
+
+def _judged(hit: Hit, origin: Origin | None, history: History, samples: list[int] | None, step_rate: float) -> Cause:
+    """By the same rules as a step of our own trainer; what only a script shows comes after them."""
+    call = hit.call
+    usable = call is not None and not hit.why_not
+    found = judge_cause(
+        Situation(
+            origin=origin,
+            steps_done=history.steps,
+            rate=step_rate,
+            before=tuple(history.before),
+            weight_size=None,  # what a rate does to a weight depends on the script's optimizer
+            widest_gain=_widest_gain(call) if call is not None and history.steps == 0 else None,
+            bad_samples=samples,
+            batch_samples=_batch_size(call) if call is not None and usable else 0,
+            ignored_labels=False,
+            scale=None,
+            last_good_scale=None,
+            reproduced=True,
+        )
+    )
+    if found.code in ("MC401", "MC406") and (jump := history.rate_jump()) is not None:
+        jumped = f"observed: the learning rate went from {jump[0]:g} to {jump[1]:g}, and the loss left its level"
+        return Cause("MC405", (jumped, f"observed: losses {history.shown()}", *found.evidence))
+    if found.code == "MC401" and history.diverges_from_the_start():
+        grew = f"observed: the loss grew with every update since the first: {history.shown()}"
+        return Cause("MC405", (grew, f"observed: learning rate {step_rate:g}", *found.evidence))
+    return found
+
+
+def _widest_gain(call: Call) -> tuple[str, float] | None:
+    """The parameter that enlarges what passes through it most, and by how much."""
+    gains = [
+        (name, float(parameter.detach().float().std()) * math.sqrt(parameter[0].numel()))
+        for name, parameter in call.unwrapped.named_parameters()
+        if parameter.dim() >= 2 and parameter.shape[0] > 1 and finite(parameter)
+    ]
+    return max(gains, key=lambda gain: gain[1], default=None)
+
+
+def _odd(call: Call, samples: list[int]) -> bool:
+    """These samples hold numbers that are not finite, or far outside those of the others: the data is to blame."""
+    args, kwargs = call.given()
+    for tensor in tensors_in(args, kwargs):
+        if not checkable(tensor) or not tensor.dim() or not 0 < len(samples) < tensor.shape[0]:
+            continue
+        sizes = tensor.detach().reshape(tensor.shape[0], -1).abs().amax(dim=1).tolist()
+        others = sorted(size for number, size in enumerate(sizes) if number not in samples)
+        usual = max(others[len(others) // 2], 1e-6)
+        if all(not sizes[number] <= _OUTLIER * usual for number in samples):
+            return True
+    return False
+
+
+def _batch_size(call: Call) -> int:
+    first = next(tensors_in(*call.given()), None)
+    return first.shape[0] if first is not None and first.dim() else 0

@@ -1,0 +1,197 @@
+"""The numerics guard of a foreign script: who made the first number that is not finite, where, and why.
+
+Each rank checks its own loss when `backward` begins, before any peer's gradients arrive, and a few gradients when the
+optimizer is about to step. A bad gradient travels back through every layer before the place where it arose, so the
+first parameters tell; the others take turns. The loss of a GPU is copied behind its kernels and read when the optimizer
+is called: by then the forward is long over, so nobody waits. A bad gradient there is known one step later.
+
+On a hit the rank runs its own forward once more (replaying), and writes a `nonfinite` event if it is to blame. The
+script's results are never changed, unless it was started with `--guard halt`: then the step is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from model_check.errors import NumericsError
+from model_check.observe.instrument.blame import Hit, report_of
+from model_check.observe.instrument.box import BOX, GUARD_VARIABLE
+from model_check.observe.instrument.history import History
+from model_check.observe.instrument.inputs import Call, Inputs
+from model_check.observe.instrument.lossline import Place, Pole, poles
+from model_check.observe.instrument.readings import Reading, local, reading_of
+from model_check.observe.instrument.replaying import finite
+
+Mode = Literal["observe", "halt", "off"]
+_MOST_REPORTS = 1  # once weights are not finite, every later step says the same
+_SMALL = 1 << 16
+
+
+@dataclass
+class _Pass:
+    """One `backward` of the step in progress."""
+
+    loss: Reading
+    calls: list[Call]
+    place: Place | None
+    poles: list[Pole] = field(default_factory=list)
+    hit: Hit | None = None
+
+
+def _mode() -> Mode:
+    said = os.environ.get(GUARD_VARIABLE, "off")
+    return "halt" if said == "halt" else "observe" if said == "observe" else "off"
+
+
+class Guard:
+    """Follows one process through its steps."""
+
+    def __init__(self) -> None:
+        self.mode: Mode = _mode()
+        self.history = History()
+        self._inputs = Inputs()
+        self._calls_seen = 0
+        self._passes: list[_Pass] = []
+        self._reports = 0
+        self._late_gradient: tuple[int, Reading] | None = None
+        self._last_place: Place | None = None
+        self._turn = 0
+        self._rate = math.nan
+        self._halted = ""
+
+    @property
+    def on(self) -> bool:
+        return self.mode != "off" and self._reports < _MOST_REPORTS and BOX.recorder is not None
+
+    # What the script does
+
+    def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        return self._inputs.begins(module, args, kwargs) if self.on else None
+
+    def forward_ended(self, call: Call, result: Any) -> None:
+        self._inputs.ended(call, result)
+
+    def backward_begins(self, root: Any, *, scaled: bool) -> None:
+        """`scaled`: the root is a loss times a GradScaler's factor, which may overflow in good health."""
+        if not self.on:
+            return
+        calls = self._inputs.calls[self._calls_seen :]
+        self._calls_seen = len(self._inputs.calls)
+        self._last_place = Place.of(sys._getframe(3))
+        loss = reading_of(root)
+        if loss is None or scaled:
+            return
+        this = _Pass(loss, calls, self._last_place)
+        self._passes.append(this)
+        inside = [call.nodes for call in calls]
+        if not loss.ready:
+            return
+        if math.isfinite(loss.value()):
+            this.poles = poles(root.grad_fn, inside)
+        else:
+            # Looked at now: the graph still has its numbers, and the script may yet decide to leave this step out.
+            this.hit = Hit.in_forward(loss.value(), calls, root.grad_fn, this.place)
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Raises NumericsError where the step must not be applied."""
+        if self._halted:
+            raise NumericsError(self._halted, remedy="the run was started with --guard halt")
+        if not self.on:
+            return
+        step = BOX.recorder.steps if BOX.recorder is not None else 0
+        self._rate = _learning_rate(optimizer)
+        gradient = self._gradient(optimizer)
+        bad = self._bad_pass()
+        grad_norm = gradient.value() if gradient is not None and gradient.ready else math.nan
+        if bad is not None and _gradients_finite(optimizer):
+            bad = None  # the script took this pass out of its gradients, or they do not depend on what is bad in it
+        if bad is not None:
+            self._found(step, bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place), grad_norm)
+        elif gradient is not None and self._is_bad(gradient):
+            hit = Hit.in_backward(self._loss(), self._inputs.calls, self._poles(), self._last_place)
+            self._found(step, hit, grad_norm)
+        elif self._late_gradient is not None and not math.isfinite(self._late_gradient[1].value()):
+            late, _ = self._late_gradient
+            self._late_gradient = None
+            self._found(late, Hit.too_late(self._loss(), self._last_place), math.nan)
+        self._late_gradient = (step, gradient) if gradient is not None and not gradient.ready else None
+        self.history.step(self._loss(), grad_norm, self._rate)
+
+    def scaler_gave_up(self, *, skipped: int, scale: float, first_scale: float) -> None:
+        """A GradScaler leaves out step after step: lowering its factor does not help."""
+        if not self.on:
+            return
+        hit = Hit.in_backward(math.nan, self._inputs.calls, (), self._last_place)
+        told = (
+            f"observed: {skipped} steps in a row were left out; the loss scale fell from {first_scale:g} to {scale:g}"
+        )
+        self._found(BOX.recorder.steps if BOX.recorder is not None else 0, replace(hit, scaler=told), math.nan)
+
+    def step_done(self) -> None:
+        self._inputs.forget()
+        self._passes.clear()
+        self._calls_seen = 0
+
+    # What is known of the step
+
+    def _bad_pass(self) -> _Pass | None:
+        return next((this for this in self._passes if not math.isfinite(this.loss.value())), None)
+
+    def _is_bad(self, gradient: Reading) -> bool:
+        if self.mode == "halt" or gradient.ready:
+            return not math.isfinite(gradient.value())
+        return False
+
+    def _loss(self) -> float:
+        return float(self._passes[-1].loss.value()) if self._passes else math.nan
+
+    def _poles(self) -> list[Pole]:
+        return [pole for this in self._passes for pole in this.poles]
+
+    def _gradient(self, optimizer: Any) -> Reading | None:
+        """The size of the first gradient and of one that changes from step to step, in one number."""
+        gradients = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+        if not gradients:
+            return None
+        self._turn = (self._turn + 1) % len(gradients)
+        picked = [gradients[0], gradients[self._turn]] if self._turn else gradients[:1]
+        plain = [piece for gradient in picked if (piece := local(gradient)) is not None]
+        # The largest magnitude: a norm of large numbers overflows before they do.
+        norms = [torch.linalg.vector_norm(g.detach().reshape(-1)[:_SMALL], math.inf) for g in plain if g.numel()]
+        if not norms:
+            return None
+        total = norms[0] if len(norms) == 1 else norms[0] + norms[1].to(norms[0].dtype)
+        return reading_of(total)
+
+    def _found(self, step: int, hit: Hit, grad_norm: float) -> None:
+        self._reports += 1
+        action = "halt" if self.mode == "halt" else "observe"
+        report = report_of(hit, self.history, rate=self._rate)
+        if report is None:
+            BOX.event("nonfinite_received", step=step)
+        else:
+            BOX.event("nonfinite", step=step, loss=hit.loss, grad_norm=grad_norm, action=action, **report)
+        if self.mode == "halt":
+            cause = "this rank's own pass" if report is not None else "a peer's gradients"
+            self._halted = f"step {step} is not applied: {cause} made its gradients non-finite"
+            raise NumericsError(self._halted, remedy="the run was started with --guard halt")
+
+
+def _gradients_finite(optimizer: Any) -> bool:
+    """Looks at all of them: asked only where something is known to be wrong."""
+    return all(finite(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+def _learning_rate(optimizer: Any) -> float:
+    rate = optimizer.param_groups[0].get("lr", math.nan)
+    return float(rate) if isinstance(rate, (int, float)) else math.nan
+
+
+GUARD = Guard()
+__all__ = ["GUARD", "Guard", "Mode"]

@@ -1,0 +1,51 @@
+"""The last steps of a script in three numbers each: loss, size of a gradient, learning rate."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from itertools import pairwise
+
+from model_check.observe.numerics.causes import RATE_JUMP, StepNumbers
+
+_KEPT = 64
+_EARLY_STEPS = 20
+_FAR = 10.0
+
+
+class History:
+    """What led up to a step."""
+
+    def __init__(self) -> None:
+        self.before: deque[StepNumbers] = deque(maxlen=_KEPT)
+        self.steps = 0
+
+    def step(self, loss: float, gradient: float, rate: float) -> None:
+        self.steps += 1
+        self.before.append(StepNumbers(loss, gradient, rate))
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.before if math.isfinite(step.loss)]
+
+    def diverges_from_the_start(self) -> bool:
+        """Every update since the first made the loss larger."""
+        losses = self.losses
+        if not 2 <= len(losses) <= _EARLY_STEPS or self.steps > _EARLY_STEPS:
+            return False
+        return all(after > before for before, after in pairwise(losses)) and losses[-1] > _FAR * abs(losses[0])
+
+    def rate_jump(self) -> tuple[float, float] | None:
+        """The learning rate before and after it jumped, if the loss has been off its level ever since."""
+        steps = list(self.before)
+        for number in range(len(steps) - 1, 0, -1):
+            slow, fast = steps[number - 1].lr, steps[number].lr
+            if slow > 0 and fast >= RATE_JUMP * slow:
+                usual = statistics.median(abs(step.loss) for step in steps[:number])
+                since = [abs(step.loss) for step in steps[number + 1 :] if not abs(step.loss) <= _FAR * usual]
+                return (slow, fast) if len(since) == len(steps) - number - 1 else None
+        return None
+
+    def shown(self, most: int = 5) -> str:
+        return ", ".join(f"{loss:.4g}" for loss in self.losses[-most:])

@@ -1,0 +1,176 @@
+"""What the forward calls of the step in progress were given, so that one of them can be run once more.
+
+Kept until the optimizer has stepped, which is about as long as the script's own variables keep it. A tensor that
+belongs to a graph (the logits given to a loss module) is never kept alive: only remembered while somebody else does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.readings import tensors_in
+
+_MOST_BYTES = 256 << 20
+_MOST_CALLS = 64
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+class _Gone(Exception):
+    """A tensor that the call needs is no longer there."""
+
+
+@dataclass(frozen=True)
+class _Borrowed:
+    """A tensor of somebody's graph."""
+
+    tensor: Callable[[], torch.Tensor | None]
+
+
+def _map(value: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+    if isinstance(value, (torch.Tensor, _Borrowed)):
+        return change(value)
+    if depth < 3 and type(value) in (list, tuple):
+        return type(value)(_map(item, change, depth + 1) for item in value)
+    if depth < 3 and type(value) is dict:
+        return {key: _map(item, change, depth + 1) for key, item in value.items()}
+    return value
+
+
+def _borrow(tensor: Any) -> Any:
+    return _Borrowed(weakref.ref(tensor)) if tensor.grad_fn is not None else tensor
+
+
+def _given_back(value: Any) -> Any:
+    if not isinstance(value, _Borrowed):
+        return value
+    tensor = value.tensor()
+    if tensor is None:
+        raise _Gone
+    # A copy outside the graph: a second backward must not run into the first one's.
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+@dataclass
+class Call:
+    """One outermost forward: what it was given, and the state of the generators when it began."""
+
+    module: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    generator: torch.Tensor
+    cuda_generator: torch.Tensor | None
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    versions: tuple[int, ...]
+    nbytes: int
+    site: tuple[int, int, int]  # the line of the script that makes the call, as the ring numbers it
+    nodes: range = range(0)  # sequence numbers of what it added to the graph
+    outputs: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
+
+    @property
+    def unwrapped(self) -> Any:
+        """The module inside DistributedDataParallel: running it calls no peer."""
+        inner = getattr(self.module, "module", None)
+        return inner if type(self.module).__name__ == "DistributedDataParallel" and inner is not None else self.module
+
+    def line(self) -> tuple[str, int, str] | None:
+        """File, line and function of the script's own line that makes this call."""
+        file, line, function = self.site
+        texts = {number: text for text, number in BOX.recorder.ids.items()} if BOX.recorder is not None else {}
+        return (texts[file], line, texts.get(function, "")) if texts.get(file) else None
+
+    def why_not_again(self) -> str:
+        """Why the call cannot be run once more by this rank alone; empty: it can."""
+        if not self.args and not self.kwargs:
+            return "what its forward was given is no longer there"
+        if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
+            return "its parameters are sharded: the other ranks would have to take part"
+        if any("FullyShardedDataParallel" in type(m).__name__ for m in self.module.modules()):
+            return "its parameters are sharded: the other ranks would have to take part"
+        try:
+            given = list(tensors_in(*self.given()))
+        except _Gone:
+            return "what its forward was given is no longer there"
+        if tuple(tensor._version for tensor in given if not tensor.requires_grad) != self.versions:
+            return "the script has changed its forward's inputs in place"
+        return ""
+
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return _map(self.args, _given_back), _map(self.kwargs, _given_back)
+
+    def surroundings(self) -> AbstractContextManager[Any]:
+        """The generators and the autocast of the original call; afterwards everything is as before."""
+        stack = ExitStack()
+        device = [torch.cuda.current_device()] if self.cuda_generator is not None else []
+        stack.enter_context(torch.random.fork_rng(device))
+        torch.set_rng_state(self.generator)
+        if self.cuda_generator is not None:
+            torch.cuda.set_rng_state(self.cuda_generator)
+        for device_type, dtype in self.autocast:
+            stack.enter_context(torch.autocast(device_type, dtype))
+        return stack
+
+    def free(self) -> None:
+        self.args, self.kwargs = (), {}
+
+
+class Inputs:
+    """The calls of the step in progress, oldest first."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        if not torch.is_grad_enabled() or len(self.calls) >= _MOST_CALLS:
+            return None
+        given = [tensor for tensor in tensors_in(args, kwargs) if not tensor.requires_grad]
+        call = Call(
+            module=module,
+            args=_map(args, _borrow),
+            kwargs=_map(kwargs, _borrow),
+            generator=torch.default_generator.get_state(),
+            cuda_generator=_cuda_generator(),
+            autocast=_autocast(),
+            versions=tuple(tensor._version for tensor in given),
+            nbytes=sum(tensor.nbytes for tensor in given),
+            site=BOX.last_site,
+            nodes=range(torch.autograd._get_sequence_nr(), 1 << 62),
+        )
+        self.calls.append(call)
+        self._stay_small()
+        return call
+
+    def _stay_small(self) -> None:
+        """Of many micro-batches the oldest inputs are let go."""
+        held = sum(call.nbytes for call in self.calls if call.args or call.kwargs)
+        for call in self.calls[:-1]:
+            if held <= _MOST_BYTES:
+                return
+            if call.args or call.kwargs:
+                held -= call.nbytes
+                call.free()
+
+    def ended(self, call: Call, result: Any) -> None:
+        call.nodes = range(call.nodes.start, torch.autograd._get_sequence_nr())
+        call.outputs = [weakref.ref(tensor) for tensor in tensors_in(result)]
+
+    def forget(self) -> None:
+        self.calls.clear()
+
+
+def _cuda_generator() -> torch.Tensor | None:
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.get_rng_state()
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)
+    )

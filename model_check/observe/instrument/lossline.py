@@ -1,0 +1,231 @@
+"""Names the operation, and where it can be told the line, of a loss that the script computes outside any module.
+
+Such code cannot be run once more. What is left of it is the graph behind the loss: the operations, in order, and as
+long as no backward has run the numbers they kept. The line is the one between the forward call and `backward()` in the
+script's own function whose text holds that operation, if there is exactly one.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.replaying import finite as is_finite
+
+_MOST_NODES = 200
+# Operations whose derivative has a pole, and those that make infinity or NaN of finite numbers, as autograd names them.
+_POLES = frozenset(
+    {"Sqrt", "Rsqrt", "Pow", "Log", "Log2", "Log10", "Log1P", "Div", "Reciprocal", "Std", "Var", "Acos", "Asin"}
+    | {"Atan2", "Cdist", "Xlogy", "Exp", "Logsumexp", "NllLoss"}
+)
+_SLOPES = {
+    "Sqrt": ("_saved_result", 0.0),
+    "Pow": ("_saved_self", 0.0),
+    "Log": ("_saved_self", 1e-38),
+}
+_MADE_OF = {
+    "Sqrt": "takes the root of a negative number",
+    "Rsqrt": "divides by 0",
+    "Reciprocal": "divides by 0",
+    "Exp": "takes the exponential of a number that is too large",
+}
+_LOSS_NODES = 8  # looked at in every step
+_SMALL = 1 << 16
+_MEAN = 1  # as torch numbers the ways to reduce a loss
+_TEXT = {
+    "Norm": ("norm",),
+    "LinalgVectorNorm": ("norm",),
+    "Pow": ("pow", "square", "rsqrt"),
+    "NllLoss": ("cross_entropy", "nll_loss", "criterion", "loss_fn", "CrossEntropyLoss"),
+    "Logsumexp": ("logsumexp",),
+    "Mean": ("mean",),
+}
+
+
+@dataclass(frozen=True)
+class LossOperation:
+    """One operation of the loss code, and the line it stands in, 0 where that cannot be told."""
+
+    op: str
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    made_it: bool = False  # its inputs were finite and its result was not: seen, not guessed
+    note: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """It divides by a count that is 0."""
+        return any(words in self.note for words in ("a sum that is 0", "ignored", "of nothing"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the script calls backward: its own frame, read while it stands there."""
+
+    file: str
+    line: int
+    function: str
+    path: str
+
+    @classmethod
+    def of(cls, frame: FrameType | None) -> Place | None:
+        while frame is not None:
+            shown = BOX.code.shown(frame.f_code.co_filename)
+            if shown is not None:
+                return cls(shown, frame.f_lineno, frame.f_code.co_name, frame.f_code.co_filename)
+            frame = frame.f_back
+        return None
+
+
+def nodes_behind(root: Any, inside: Sequence[range]) -> Iterator[Any]:
+    """The graph's nodes from the loss inwards, without those that a module's forward made."""
+    waiting = [root] if root is not None else []
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MOST_NODES:
+        waiting.sort(key=_number)
+        node = waiting.pop()
+        if node in seen or "AccumulateGrad" in node.name() or any(_number(node) in made for made in inside):
+            continue
+        seen.add(node)
+        yield node
+        waiting += [after for after, _ in node.next_functions if after is not None]
+
+
+def _number(node: Any) -> int:
+    return int(node._sequence_nr())
+
+
+def first_bad(root: Any, inside: Sequence[range], place: Place | None) -> LossOperation | None:
+    """Of a loss that is not finite, before its backward: the innermost operation that can have made it so."""
+    nodes = list(nodes_behind(root, inside))
+    for node in reversed(nodes):  # in the order in which the script made them
+        kept = _kept(node)
+        bad_before = any(not is_finite(tensor) for name, tensor in kept if "result" not in name and "grad" not in name)
+        if not bad_before and (note := _stumbles(node, kept)):
+            return _located(node, place, note=note, made_it=True)
+    suspect = [node for node in nodes if _kind(node) in _POLES]
+    return _located(suspect[-1] if suspect else nodes[0], place) if nodes else None
+
+
+@dataclass(frozen=True)
+class Pole:
+    """An operation of the loss code whose slope is infinite at 0, with what it was given or made."""
+
+    node: Any
+    values: torch.Tensor
+    limit: float  # at or below it the slope is infinite
+
+    def touched(self, place: Place | None) -> LossOperation | None:
+        if self.values.numel() == 0 or float(self.values.abs().min()) > self.limit:
+            return None
+        return _located(self.node, place, note="has an infinite slope at 0, where it is", made_it=True)
+
+
+def poles(root: Any, inside: Sequence[range]) -> list[Pole]:
+    """Before the backward, which lets these numbers go: the poles of the loss code, if it is short and small."""
+    found: list[Pole] = []
+    for _ in range(_LOSS_NODES):
+        if root is None or any(_number(root) in made for made in inside):
+            break
+        saved, limit = _SLOPES.get(_kind(root), ("", 0.0))
+        if saved and not (saved == "_saved_self" and _kind(root) == "Pow" and root._saved_exponent >= 1):
+            values = getattr(root, saved)
+            if values.numel() <= _SMALL:
+                found.append(Pole(root, values.detach(), limit))
+        root = root.next_functions[0][0] if root.next_functions else None
+    return found
+
+
+def _kind(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
+
+
+def _kept(node: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that the operation kept for its backward; none once that has run."""
+    found = []
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # freed by a backward
+                continue
+            if isinstance(value, torch.Tensor):
+                found.append((name, value.detach()))
+    return found
+
+
+def _stumbles(node: Any, kept: list[tuple[str, torch.Tensor]]) -> str:
+    """What the operation stumbles over, judged by the numbers it kept."""
+    kind, values = _kind(node), dict(kept)
+    inner = values.get("_saved_self")
+    if kind == "Div" and (below := values.get("_saved_other")) is not None and bool((below == 0).any()):
+        return "divides by a sum that is 0" if below.numel() == 1 else "divides by 0"
+    if kind in ("Log", "Log2", "Log10", "Log1P") and inner is not None:
+        least = float(inner.min()) + (1.0 if kind == "Log1P" else 0.0)
+        if least <= 0:
+            return f"takes the logarithm of {least:g}"
+    made = values.get("_saved_result")
+    if kind in _MADE_OF and made is not None and not is_finite(made):
+        return _MADE_OF[kind]
+    if kind == "Pow" and inner is not None:
+        return "raises a number to a power that it does not have" if _pow_fails(node, inner) else ""
+    if kind.startswith("NllLoss") and (weight := values.get("_saved_total_weight")) is not None:
+        averages = getattr(node, "_saved_reduction", 0) == _MEAN
+        return "averages over labels that are all ignored" if averages and float(weight) == 0 else ""
+    if kind == "Mean" and getattr(node, "_saved_self_sym_numel", 1) == 0:
+        return "takes the mean of nothing"
+    return ""
+
+
+def _pow_fails(node: Any, inner: torch.Tensor) -> bool:
+    exponent = getattr(node, "_saved_exponent", None)
+    return isinstance(exponent, (int, float)) and not is_finite(inner.double() ** exponent)
+
+
+def _located(node: Any, place: Place | None, *, note: str = "", made_it: bool = False) -> LossOperation:
+    kind = _kind(node)
+    if place is None:
+        return LossOperation(kind, made_it=made_it, note=note)
+    lines = [number for number, words in _words_by_line(place) if words & _wanted(kind)]
+    # Once the loss line is reached, what follows `backward()` belongs to the next step.
+    before = [number for number in lines if number <= place.line]
+    line = before[0] if len(before) == 1 else 0
+    return LossOperation(kind, place.file, line or place.line, place.function, made_it, note)
+
+
+def _wanted(kind: str) -> set[str]:
+    return {kind.lower(), kind.lower() + "_", *(word.lower() for word in _TEXT.get(kind, ()))}
+
+
+def _words_by_line(place: Place) -> list[tuple[int, set[str]]]:
+    """For each line of the function that calls backward: the operations that stand in it."""
+    try:
+        tree: ast.AST = ast.parse("".join(linecache.getlines(place.path)))
+    except SyntaxError:  # the file has been edited since
+        return []
+    holds = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.name == place.function
+        and node.lineno <= place.line <= (node.end_lineno or 0)
+    ]
+    words: dict[int, set[str]] = {}
+    for node in ast.walk(max(holds, key=lambda node: node.lineno) if holds else tree):
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.Pow)):
+            word = "div" if isinstance(node.op, ast.Div) else "pow"
+            words.setdefault(node.lineno, set()).add(word)
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            if name:
+                words.setdefault(node.func.end_lineno or node.lineno, set()).add(str(name).lower())
+    return sorted(words.items())

@@ -1,0 +1,101 @@
+"""GPUs by name: how much memory they have, how fast they read it, how fast they talk to each other.
+
+Memory is what CUDA reports as usable, a little less than the label says. Speeds are the vendors' figures.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from model_check.errors import UsageError
+from model_check.plan.peaks import peak_flops
+
+GIB = 2**30
+# Between hosts one adapter of 400 Gbit/s for each GPU: what machines with such GPUs usually have.
+NETWORK_BYTES_PER_S = 50e9
+_PCIE = 32e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU. Rates are in bytes a second and in one direction; None: not known."""
+
+    name: str
+    memory_bytes: int
+    memory_rate: float | None = None
+    link_rate: float = _PCIE
+
+    def peak(self, precision: str) -> float | None:
+        """Dense FLOP/s of the matrix products of this precision (fp8 counts against bf16, as in the metrics)."""
+        return peak_flops(self.name, precision.replace("fp8", "bf16"))
+
+
+def _gpu(name: str, gib: float, terabytes: float, link_gb: float) -> Device:
+    return Device(name, round(gib * GIB), terabytes * 1e12, link_gb * 1e9)
+
+
+# The short name as people say it, the name as the driver says it.
+_DEVICES = {
+    "H200": _gpu("H200", 139.7, 4.8, 450),
+    "H100": _gpu("H100 80GB HBM3", 79.1, 3.35, 450),
+    "H100-PCIe": _gpu("H100 PCIe", 79.1, 2.0, 32),
+    "H800": _gpu("H800", 79.1, 3.35, 200),
+    "H20": _gpu("H20", 95.0, 4.0, 450),
+    "GH200": _gpu("GH200 480GB", 94.5, 4.0, 450),
+    "B200": _gpu("B200", 178.3, 8.0, 900),
+    "B300": _gpu("B300", 268.0, 8.0, 900),
+    "GB200": _gpu("GB200", 184.0, 8.0, 900),
+    "A100": _gpu("A100-SXM4-80GB", 79.2, 2.04, 300),
+    "A100-80": _gpu("A100-SXM4-80GB", 79.2, 2.04, 300),
+    "A100-40": _gpu("A100-SXM4-40GB", 39.4, 1.56, 300),
+    "A40": _gpu("A40", 44.4, 0.70, 32),
+    "A30": _gpu("A30", 23.6, 0.93, 32),
+    "A10": _gpu("A10", 22.0, 0.60, 32),
+    "A10G": _gpu("A10G", 22.0, 0.60, 32),
+    "L40S": _gpu("L40S", 44.4, 0.86, 32),
+    "L4": _gpu("L4", 22.0, 0.30, 32),
+    "V100": _gpu("V100-SXM2-32GB", 31.7, 0.90, 150),
+    "V100-16": _gpu("V100-SXM2-16GB", 15.8, 0.90, 150),
+    "T4": _gpu("T4", 14.6, 0.30, 16),
+    "RTX-A6000": _gpu("RTX A6000", 47.4, 0.77, 32),
+    "RTX-4090": _gpu("GeForce RTX 4090", 23.5, 1.01, 32),
+    "RTX-3090": _gpu("GeForce RTX 3090", 23.6, 0.94, 32),
+    "RTX-5090": _gpu("GeForce RTX 5090", 31.4, 1.79, 64),
+    "MI300X": _gpu("MI300X", 191.7, 5.3, 448),
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gi?b)?", re.IGNORECASE)
+
+
+def _key(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"^(nvidia|tesla|amd instinct|amd)\s+", "", text.strip().lower()))
+
+
+def parse_device(text: str) -> Device:
+    """What `--gpu` names: a GPU (`H100`, `A100-40`, `NVIDIA H200`) or a size in GiB (`141`, `80GB`)."""
+    size = _SIZE.fullmatch(text.strip())
+    if size is not None and float(size[1]) > 0:
+        return Device(f"{float(size[1]):g} GiB", round(float(size[1]) * GIB))
+    found = _lookup(text)
+    if found is None:
+        raise UsageError(
+            f"--gpu {text} is neither a GPU that the plan knows nor a size",
+            remedy=f"give its memory in GiB, such as --gpu 80, or one of {', '.join(_DEVICES)}",
+        )
+    return found
+
+
+def device_named(driver_name: str, memory_bytes: int | None = None) -> Device:
+    """The GPU that the driver calls so; of one that is not in the table only the memory is known."""
+    known = _lookup(driver_name)
+    if known is None:
+        return Device(driver_name, memory_bytes or 0)
+    return known if memory_bytes is None else replace(known, memory_bytes=memory_bytes)
+
+
+def _lookup(text: str) -> Device | None:
+    wanted = _key(text)
+    for short, device in _DEVICES.items():
+        if wanted in (_key(short), _key(device.name)):
+            return device
+    return None

@@ -1,0 +1,169 @@
+"""Every sensible way to run a configuration on a number of GPUs, with its memory and its speed.
+
+All options keep the global batch, so that they train the same model: a smaller micro-batch is made up for by more of
+them in a step. Where parameters live, how matrices and layers are cut and what is recomputed change no result either.
+Smaller optimizer states do change it a little, offloading makes a step slow: they are offered last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from model_check.config import Config, ModelShape
+from model_check.plan.choice import choose_layout
+from model_check.plan.devices import Device
+from model_check.plan.layout import Layout, Strategy
+from model_check.plan.memory import MemoryPlan, plan_memory
+from model_check.plan.speed import GPUS_PER_HOST, SpeedPlan, plan_speed
+from model_check.plan.workload import Recomputation, Workload, workload_of
+
+RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "hsdp", "fsdp")
+_TENSOR_SIZES = (1, 2, 4, 8)
+_PIPELINE_SIZES = (1, 2, 4, 8, 16)
+LARGEST_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run: what is cut how, what a rank then needs, and how long a step takes (None: rates unknown)."""
+
+    layout: Layout
+    load: Workload
+    memory: MemoryPlan
+    speed: SpeedPlan | None
+    device_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits(self.device_bytes)
+
+    @property
+    def seconds_per_token(self) -> float:
+        return 1.0 / self.speed.tokens_per_s if self.speed is not None else math.inf
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned: a model, a configuration, and the machine it shall run on."""
+
+    config: Config
+    shape: ModelShape
+    world_size: int
+    device: Device
+    gpus_per_host: int = GPUS_PER_HOST
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences a step over all ranks, as the configuration has them."""
+        config = self.config
+        per_rank = config.training.batch_size * config.accumulation(self.world_size)
+        return per_rank * config.data_parallel(self.world_size)
+
+    def option(self, layout: Layout, load: Workload) -> Option:
+        memory = plan_memory(self.shape, load, layout)
+        speed = plan_speed(self.shape, load, layout, self.device, gpus_per_host=self.gpus_per_host)
+        return Option(layout, load, memory, speed, self.device.memory_bytes)
+
+    def as_configured(self) -> Option:
+        """The configuration as it stands, `auto` resolved."""
+        layout = choose_layout(
+            self.config,
+            self.world_size,
+            ranks_per_host=self.gpus_per_host,
+            parameters=self.shape.parameters(),
+            shape=self.shape,
+            gpu_bytes=self.device.memory_bytes,
+        )
+        return self.option(layout, workload_of(self.config, self.world_size))
+
+    def options(self, **changed: Any) -> list[Option]:
+        """Every strategy, cut and recomputation at this micro-batch or, where that is too much, a smaller one."""
+        load = replace(workload_of(self.config, self.world_size), **changed)
+        return [
+            option
+            for layout in self._layouts(load)
+            for recomputation in RECOMPUTATIONS
+            if (option := self._best_micro_batch(layout, replace(load, recomputation=recomputation))) is not None
+        ]
+
+    def largest_batch(self, option: Option) -> int:
+        """The largest micro-batch that fits, whatever the global batch becomes; 0 where not even one sequence does."""
+
+        def fits(batch: int) -> bool:
+            memory = plan_memory(self.shape, replace(option.load, batch=batch), option.layout)
+            return memory.fits(self.device.memory_bytes)
+
+        if not fits(1):
+            return 0
+        low, high = 1, 2
+        while fits(high):
+            if high >= LARGEST_BATCH:
+                return LARGEST_BATCH
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _layouts(self, load: Workload) -> Iterator[Layout]:
+        for tensor, pipeline in self._cuts():
+            rest = self.world_size // (tensor * pipeline * self.config.parallel.context)
+            base = Layout(
+                pipeline=pipeline, tensor=tensor, context=self.config.parallel.context, replicate=rest, why="plan"
+            )
+            yield from self._strategies(base, load)
+
+    def _strategies(self, base: Layout, load: Workload) -> Iterator[Layout]:
+        # A split model lives in shards whatever its strategy is called: ddp is then one shard each.
+        if not load.offloads:
+            yield base
+        in_host = max(1, self.gpus_per_host // (base.tensor * base.context))
+        group = self.config.parallel.shard or math.gcd(base.data_parallel, in_host)
+        if 1 < group < base.data_parallel:
+            hybrid = replace(base, strategy="hsdp", replicate=base.data_parallel // group, shard=group)
+            yield from self._gatherings(hybrid)
+        if base.data_parallel > 1 or load.offloads or self.config.parallel.strategy == "fsdp":
+            yield from self._gatherings(replace(base, strategy="fsdp", replicate=1, shard=base.data_parallel))
+
+    def _gatherings(self, layout: Layout) -> Iterator[Layout]:
+        wanted = self.config.fsdp.reshard
+        if wanted != "on":
+            yield replace(layout, keep_gathered=True)
+        if wanted != "off":
+            yield replace(layout, keep_gathered=False)
+
+    def _cuts(self) -> Iterator[tuple[int, int]]:
+        """Sizes of tensor and pipeline groups that divide the model and the job; tensor groups stay in a host."""
+        shape, context = self.shape, self.config.parallel.context
+        for tensor in sorted({*_TENSOR_SIZES, self.config.parallel.tensor}):
+            if tensor > self.gpus_per_host or any(
+                size % tensor
+                for size in (shape.num_heads, shape.num_kv_heads, shape.intermediate_size, shape.vocab_size)
+            ):
+                continue
+            for pipeline in sorted({*_PIPELINE_SIZES, self.config.parallel.pipeline}):
+                cut = pipeline > 1 and (shape.tie_embeddings or pipeline > shape.num_layers)
+                if not cut and self.world_size % (tensor * pipeline * context) == 0:
+                    yield tensor, pipeline
+
+    def _best_micro_batch(self, layout: Layout, load: Workload) -> Option | None:
+        """The micro-batch of the configuration, halved until it fits; None where the global batch cannot be kept."""
+        compiled = self.config.training.compile == "on" or (
+            self.config.training.compile == "auto" and layout.tensor == 1
+        )
+        batch = load.batch
+        option: Option | None = None
+        while True:
+            samples = batch * layout.data_parallel
+            if self.global_batch % samples == 0:
+                micro_batches = self.global_batch // samples
+                option = self.option(layout, replace(load, batch=batch, micro_batches=micro_batches, compiled=compiled))
+                if option.fits:
+                    return option
+            if batch == 1:
+                return option
+            batch //= 2

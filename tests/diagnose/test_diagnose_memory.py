@@ -1,0 +1,158 @@
+"""Memory that ran out: what was asked for, who holds it, shortage told from fragmentation, and the change that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_check.diagnose.evidence import RankEvidence
+from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
+from model_check.rundir import write_json_atomic
+
+GIB = 1 << 30
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB of which 1.25 GiB is "
+    "free. Process 4 has 138.4 GiB memory in use. Of the allocated memory 137.00 GiB is allocated by PyTorch, and "
+    "512.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    return {
+        "kind": "device",
+        "requested": 2 * GIB,
+        "total": 140 * GIB,
+        "free": 1 * GIB,
+        "allocated": 137 * GIB,
+        "free_in_pieces": GIB // 2,
+        "largest_piece": GIB // 4,
+        "categories": {"parameters": 15 * GIB, "optimizer": 60 * GIB, "activations and temporaries": 62 * GIB},
+        "largest": [
+            {"bytes": 56 * GIB, "count": 128, "category": "activations and temporaries", "name": "", "line": "net.py:7"}
+        ],
+        "snapshot": "dumps/oom-rank-1.pickle",
+        **changes,
+    }
+
+
+def failed(stage: Any, error: str = "OutOfMemoryError", message: str = MESSAGE, **changes: Any) -> Any:
+    a, b = stage.ranks(2)
+    for actor in (a, b):
+        actor.step()
+    b.event("out_of_memory", **record(**changes))
+    b.fails(error, message, 36)
+    b.exits(1)
+    a.collective("all_reduce", 40, open=True)
+    return stage.first(after=0.1)
+
+
+def test_a_shortage_names_the_request_the_holders_and_their_lines(stage: Any) -> None:
+    finding = failed(stage)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC501", [1], [0])
+    assert stage.line(finding) == 36
+    said = "\n".join(finding.evidence)
+    assert "it asked for 2.00 GiB with 1.00 GiB free of 140.00 GiB" in said
+    assert "in use activations and temporaries 62.00 GiB, optimizer 60.00 GiB, parameters 15.00 GiB" in said
+    assert "128 × 448 MiB of activations and temporaries made at net.py:7" in said
+    assert "dumps/oom-rank-1.pickle opens in PyTorch's memory viewer" in said
+    assert "halve the batch" in finding.fix[0]
+
+
+def test_what_is_free_in_pieces_only_is_fragmentation(stage: Any) -> None:
+    finding = failed(stage, free_in_pieces=20 * GIB)
+    assert (finding.code, finding.ranks) == ("MC502", [1])
+    assert any("20.00 GiB are free inside the allocator in pieces, the largest 256 MiB" in e for e in finding.evidence)
+    assert "expandable_segments" in finding.fix[0]
+
+
+@pytest.mark.parametrize("pieces", [1 * GIB, 3 * GIB, 13 * GIB])
+def test_a_little_in_pieces_is_no_fragmentation(stage: Any, pieces: int) -> None:
+    assert failed(stage, free_in_pieces=pieces).code == "MC501"
+
+
+def test_states_that_take_most_are_not_cured_by_a_smaller_batch(stage: Any) -> None:
+    finding = failed(stage, categories={"optimizer": 100 * GIB, "activations and temporaries": 5 * GIB})
+    assert finding.fix[0].startswith("optimizer take most: share them among ranks (FSDP)")
+
+
+def test_the_plan_of_the_run_gives_the_smallest_change_that_is_enough(stage: Any) -> None:
+    remedies = [
+        {"flags": "--set training.fused_loss=auto", "saves_gib": 0.5},
+        {"flags": "--set training.batch_size=2", "saves_gib": 17.25},
+        {"flags": "--set parallel.activation_checkpointing=full", "saves_gib": 31.0},
+    ]
+    plan = {"memory": {"peak_gib": 126.6, "peak_moment": "loss"}, "remedies": remedies}
+    write_json_atomic(stage.run_dir.plan, plan)
+    finding = failed(stage)
+    assert finding.fix == [
+        "add --set training.batch_size=2 (saves about 17.2 GiB)",
+        "add --set parallel.activation_checkpointing=full (saves about 31.0 GiB)",
+    ]
+    assert "inferred: the plan expected 126.6 GiB at its peak, in the loss" in finding.evidence
+
+
+def test_host_memory_has_the_hosts_numbers(stage: Any) -> None:
+    limits = {"total": 64 * GIB, "available": 3 * GIB, "address_space": 8 * GIB, "cgroup": None}
+    finding = failed(
+        stage,
+        "RuntimeError",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes",
+        kind="host",
+        requested=6 * GIB,
+        total=None,
+        free=None,
+        limits=limits,
+    )
+    assert (finding.code, finding.ranks) == ("MC307", [1])
+    said = "\n".join(finding.evidence)
+    assert "it asked for 6.00 GiB\n" in said
+    assert finding.fix[0].startswith("activations take most")
+    assert "the host has 3.00 GiB of 64.00 GiB left; its address space is limited to 8.00 GiB" in said
+
+
+def test_one_tensor_larger_than_the_device_is_a_wrong_size(stage: Any) -> None:
+    finding = failed(stage, requested=900 * GIB)
+    assert finding.fix == ["one allocation of 900.00 GiB is more than there is: the sizes on that line are wrong"]
+
+
+def test_without_a_record_the_message_says_it() -> None:
+    account = memory_account(RankEvidence(0), {"message": MESSAGE})
+    assert (account.requested, account.total, account.free) == (2 * GIB, round(139.72 * GIB), round(1.25 * GIB))
+    assert (account.allocated, account.free_in_pieces) == (137 * GIB, GIB // 2)
+    assert not account.fragmented and account.missing == GIB * 3 // 4
+
+
+def test_a_message_of_fragmentation_is_told_apart() -> None:
+    message = MESSAGE.replace("512.00 MiB is reserved", "21.00 GiB is reserved")
+    assert memory_account(RankEvidence(0), {"message": message}).fragmented
+
+
+def test_a_step_that_was_retried_is_a_warning_with_the_values_to_set(stage: Any) -> None:
+    a, b = stage.ranks(2)
+    for actor in (a, b):
+        actor.event("oom_retry", micro_batch=2, micro_batches=4, was=4, message=MESSAGE)
+        for _ in range(3):
+            actor.step()
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks, finding.severity) == ("MC504", [0, 1], "warning")
+    assert finding.fix == ["set training.batch_size=2 and training.grad_accum_nums=4: the retries then cost nothing"]
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=4,
+)
+KEYS = st.sampled_from([*record(), "limits", "remedies", "memory"])
+
+
+@settings(max_examples=40)
+@given(body=st.dictionaries(KEYS, anything), plan=st.dictionaries(KEYS, anything), message=st.text(max_size=80))
+def test_no_record_however_damaged_breaks_the_account(body: dict[str, Any], plan: dict[str, Any], message: str) -> None:
+    rank = RankEvidence(0, events=({**body, "event": "out_of_memory"},))
+    for evidence in (rank, RankEvidence(0)):
+        account = memory_account(evidence, {"message": message})
+        assert all(isinstance(line, str) for line in memory_facts(account, plan) + memory_fixes(account, plan))

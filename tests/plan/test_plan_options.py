@@ -1,0 +1,149 @@
+"""Options and advice: what is offered fits, keeps the global batch, and is a configuration that can be used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_check.config import check_world, load_config, resolve_shape
+from model_check.errors import UsageError
+from model_check.plan.advice import advise, fewest_gpus
+from model_check.plan.devices import device_named, parse_device
+from model_check.plan.memory import GIB
+from model_check.plan.options import LARGEST_BATCH, Job
+from model_check.plan.remedies import remedies
+
+
+def job(preset: str, gpu: str, gpus: int = 1, *overrides: str) -> Job:
+    config = load_config(preset=preset, overrides=list(overrides))
+    return Job(config, resolve_shape(config.model), gpus, parse_device(gpu))
+
+
+def applied(plan: Job, changes: dict[str, object]) -> Job:
+    return replace(plan, config=plan.config.with_values(changes, "advice"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    preset=st.sampled_from(["production", "full", "14b", "32b"]),
+    gpu=st.sampled_from(["H200", "H100", "A100-40", "24"]),
+    gpus=st.sampled_from([1, 2, 8, 64]),
+    batch=st.sampled_from([1, 4, 6]),
+    strategy=st.sampled_from(["auto", "ddp", "fsdp"]),
+)
+def test_the_advice_is_a_configuration_that_fits(preset: str, gpu: str, gpus: int, batch: int, strategy: str) -> None:
+    asked = job(preset, gpu, gpus, f"training.batch_size={batch}", f"parallel.strategy={strategy}")
+    found = advise(asked)
+    if found is None:
+        assert not asked.as_configured().fits
+        return
+    changed = applied(asked, dict(found.changes))
+    assert check_world(changed.config, gpus) == []
+    assert changed.global_batch == asked.global_batch
+    assert changed.as_configured().fits
+    if asked.as_configured().fits and strategy != "auto":
+        assert found.option.seconds_per_token <= asked.as_configured().seconds_per_token * 1.03
+
+
+def test_what_fits_as_it_stands_is_left_alone() -> None:
+    found = advise(job("production", "H200"))
+    assert found is not None and dict(found.changes) == {}
+
+
+def test_14b_on_one_large_gpu() -> None:
+    plan = job("14b", "H200")
+    assert plan.as_configured().memory.cannot_fit(plan.device.memory_bytes)
+    small_states = advise(plan)
+    assert small_states is not None and dict(small_states.changes) == {"training.optimizer_states": "8bit"}
+    offloaded = advise(plan, eight_bit=False)
+    assert offloaded is not None and offloaded.changes["fsdp.cpu_offload"] is True
+    assert offloaded.option.memory.host == pytest.approx(plan.shape.parameters() * 16, rel=0.01)
+    assert advise(plan, eight_bit=False, host_bytes=100 * GIB) is None
+
+
+def test_results_are_left_alone_where_they_can_be() -> None:
+    found = advise(job("32b", "H100", 8))
+    assert found is not None
+    assert "training.optimizer_states" not in found.changes and not found.option.load.offloads
+    assert found.changes["parallel.activation_checkpointing"] != "none"
+
+
+def test_only_what_may_change_changes() -> None:
+    plan = job("production", "24", 1, "training.batch_size=8")
+    free = advise(plan)
+    assert free is not None and set(free.changes) > {"training.batch_size"}
+    assert advise(plan, may_change=frozenset()) is None
+
+
+def test_a_micro_batch_too_large_is_halved_and_made_up_for() -> None:
+    found = advise(job("production", "H200", 1, "training.batch_size=64"))
+    assert found is not None
+    assert found.nested["training"] == {"batch_size": 16, "global_batch": 64, "grad_accum_nums": None}
+    assert found.as_flags.startswith("--set training.batch_size=16 --set training.global_batch=64")
+    assert found.option.load.micro_batches == 4
+
+
+def test_405b_on_sixteen_thousand_gpus() -> None:
+    sizes = ("model.model_path=llama-3.1-405b", "model.num_layers=126")
+    plan = job("full", "H100", 16384, *sizes)
+    found = advise(plan)
+    assert found is not None and found.option.layout.tensor == 8 and found.option.layout.pipeline > 1
+    assert applied(plan, dict(found.changes)).as_configured().fits
+    # 16 bytes for each of 405 billion parameters fill 82 such GPUs before the first activation.
+    assert fewest_gpus(job("full", "H100", 1, *sizes)) in (128, 256)
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    plan = job("production", "H200")
+    option = plan.as_configured()
+    largest = plan.largest_batch(option)
+    assert plan.option(option.layout, replace(option.load, batch=largest)).fits
+    assert not plan.option(option.layout, replace(option.load, batch=largest + 1)).fits
+    nothing = job("14b", "H200")
+    assert nothing.largest_batch(nothing.as_configured()) == 0
+    tiny = job("debug", "H200", 1, "model.vocab_size=64", "training.context_length=16")
+    assert tiny.largest_batch(tiny.as_configured()) == LARGEST_BATCH
+
+
+def test_remedies_save_what_they_say() -> None:
+    plan = job("production", "H200", 1, "training.batch_size=4", "training.fused_loss=off")
+    option = plan.as_configured()
+    found = remedies(plan, option)
+    assert [remedy.flags.split()[1].split("=")[0] for remedy in found][:2] == [
+        "training.fused_loss",
+        "training.batch_size",
+    ]
+    for remedy in found:
+        changes = [word for word in remedy.flags.split() if word != "--set"]
+        config = load_config(
+            preset="production", overrides=["training.batch_size=4", "training.fused_loss=off", *changes]
+        )
+        smaller = replace(plan, config=config).as_configured()
+        assert option.memory.allocated - smaller.memory.allocated == pytest.approx(remedy.saves)
+        assert remedy.saves > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"), [("141", 141), ("80GB", 80), ("23.5 GiB", 23.5), ("h100", 79.1), ("NVIDIA A100-SXM4-40GB", 39.4)]
+)
+def test_a_gpu_is_a_name_or_a_size(text: str, gib: float) -> None:
+    assert parse_device(text).memory_bytes == round(gib * GIB)
+
+
+@pytest.mark.parametrize("text", ["XYZ", "", "0", "-4", "H100 Ti", "nan"])
+def test_what_is_neither_is_refused_with_the_names(text: str) -> None:
+    with pytest.raises(UsageError, match="neither a GPU") as refused:
+        parse_device(text)
+    assert "H200" in refused.value.remedy
+
+
+def test_a_gpu_that_is_not_in_the_table_has_memory_and_no_speed() -> None:
+    unknown = device_named("Quadro X", 16 * GIB)
+    assert (unknown.memory_bytes, unknown.memory_rate) == (16 * GIB, None)
+    plan = replace(job("production", "H200"), device=unknown)
+    assert plan.as_configured().speed is None
+    found = advise(plan)
+    assert found is None or found.option.fits
