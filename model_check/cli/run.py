@@ -6,11 +6,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from model_check.errors import UsageError
+from model_check.launch.foreign import ForeignScript
+from model_check.launch.limits import use_less_memory
 from model_check.launch.supervisor import Limits
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
@@ -31,6 +33,15 @@ def run(
     hang_kill_after_s: Annotated[
         float, typer.Option("--hang-kill-after-s", min=0.0, help="End an idle hang after this long; 0: only on proof.")
     ] = 300.0,
+    start: Annotated[
+        str, typer.Option("--start", help="cold: all ranks at once; gate: as many import at once as there is room for.")
+    ] = "cold",
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="Small communication buffers and a frugal allocator.")
+    ] = False,
+    memory_limit_gb: Annotated[
+        float | None, typer.Option("--memory-limit-gb", min=2.0, help="Host memory per rank; more ends it by name.")
+    ] = None,
 ) -> int:
     """Run SCRIPT ARGS… on N ranks as torchrun would, and name every hang and crash: rank, line, cause, fix.
 
@@ -55,10 +66,21 @@ def run(
         )
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
+    if start not in ("cold", "gate"):
+        raise UsageError(f"--start {start} is not a way to start a script", remedy="use --start cold or --start gate")
+    if own_launcher and memory_limit_gb is not None:
+        raise UsageError(
+            "--memory-limit-gb does not go with a command after --, which starts its own ranks",
+            remedy="run the script itself: model-check run --nproc 2 train.py",
+        )
+    if low_memory:
+        use_less_memory()
     if own_launcher:
-        verdict, directory = _run_command(words, run_dir, hang_kill_after_s)
+        verdict, directory = _run_command(words, run_dir, hang_kill_after_s, gated=start == "gate")
     else:
-        verdict, directory = _run_script(words, nproc or 1, module, run_dir, hang_kill_after_s)
+        script = ForeignScript(words[0], tuple(words[1:]), module)
+        way: Literal["cold", "gate"] = "gate" if start == "gate" else "cold"
+        verdict, directory = _run_script(script, nproc or 1, run_dir, hang_kill_after_s, way, memory_limit_gb)
     _show_end(verdict, directory)
     return verdict.exit_code or 0
 
@@ -70,26 +92,40 @@ def _after_double_dash(words: list[str]) -> bool:
 
 
 def _run_script(
-    words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float
+    script: ForeignScript,
+    nproc: int,
+    run_dir: Path | None,
+    hang_kill_after_s: float,
+    start: Literal["cold", "gate"],
+    memory_limit_gb: float | None,
 ) -> tuple[Verdict, RunDir]:
     from model_check.cli.supervision import supervisor_for
-    from model_check.launch.foreign import ForeignScript, run_script
+    from model_check.launch.foreign import run_script
     from model_check.observe.environment import snapshot_environment
 
-    script = ForeignScript(words[0], tuple(words[1:]), module)
     script.check()
     directory = RunDir.create(run_dir)
     write_json_atomic(directory.environment, snapshot_environment())
     supervisor = supervisor_for(directory, Limits(kill_after_s=hang_kill_after_s))
-    result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor)
+    result = run_script(
+        script,
+        nproc=nproc,
+        run_dir=directory,
+        supervisor=supervisor,
+        start=start,
+        memory_limit_gb=memory_limit_gb,
+    )
     if result.outcome == "interrupted":
         supervisor.note_stop(f"interrupted: {result.message}")
     return supervisor.finish(result.outcome, result.exits, result.exit_code), directory
 
 
-def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float) -> tuple[Verdict, RunDir]:
+def _run_command(
+    words: list[str], run_dir: Path | None, hang_kill_after_s: float, *, gated: bool
+) -> tuple[Verdict, RunDir]:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
+    from model_check.launch.gate import plan_gate
     from model_check.launch.injection import injected_environment
 
     if shutil.which(words[0]) is None:
@@ -98,6 +134,8 @@ def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: floa
     limits = Limits(kill_after_s=hang_kill_after_s, own_launcher_s=_OWN_LAUNCHER_S)
     supervisor = supervisor_for(directory, limits)
     env = injected_environment(directory, os.environ)
+    if gated:  # how many ranks the command starts is known to it alone: the gate lets through what the host can hold
+        env |= plan_gate(directory, os.cpu_count() or 1).variables()
     result = run_command(words, run_dir=directory, env=env, supervisor=supervisor)
     outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
     if result.interrupted:

@@ -18,6 +18,9 @@ from model_check.cli.flags import configured, flag_values, gpu_count_from_enviro
 from model_check.config import Config, check_world, to_jsonable, unsupported
 from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
+from model_check.launch.gate import plan_gate
+from model_check.launch.limits import check_address_space, limit_address_space, use_less_memory
+from model_check.observe.gate import Gate
 from model_check.observe.redaction import redact_text
 from model_check.rundir import Finding, RunDir, Verdict, write_json_atomic
 
@@ -58,6 +61,8 @@ def train(
         profile=profile,
     )
     resolved = configured(preset, debug, config or [], overrides or [], flags)
+    if resolved.launch.low_memory:
+        use_less_memory()
     visible = [] if resolved.system.device == "cpu" else list_gpus()
     if resolved.system.device == "cuda" and not visible:
         raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
@@ -124,8 +129,6 @@ def _without_secrets(value: Any) -> Any:
 
 def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None) -> int:
     """torchrun or srun has made a rank of this process: train as it, launch nothing."""
-    from model_check.cli.rank import TrainOrder, train_rank
-
     # Every rank must name the same directory, and none may ask another on the way there.
     job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "0")
     root = run_dir or Path(".outputs") / f"job-{job}-{os.environ.get('MASTER_PORT', '0')}"
@@ -134,10 +137,33 @@ def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resum
         os.environ, run_dir=directory.root, gpus=visible, device=config.system.device
     )
     _check(config, context.world_size)
+    if config.launch.memory_limit_gb is not None:
+        _limit_one_rank(context, config.launch.memory_limit_gb)
+    with _gate_of_one_rank(config, context):
+        from model_check.cli.rank import TrainOrder, train_rank
     if context.rank == 0:
         _write_identity(directory, config)
     train_rank(context, TrainOrder(config, resume))
     return 0
+
+
+def _gate_of_one_rank(config: Config, context: RankContext) -> contextlib.AbstractContextManager[None]:
+    """torchrun's ranks are interpreters of their own: where the user asks for it they import in turn."""
+    if config.launch.start != "gate":
+        return contextlib.nullcontext()
+    plan = plan_gate(RunDir(context.run_dir), context.local_world_size)
+    os.environ.update(plan.variables())
+    return Gate(plan, context.rank).passing()
+
+
+def _limit_one_rank(context: RankContext, limit_gb: float) -> None:
+    if context.device != "cpu":
+        raise UsageError(
+            "launch.memory_limit_gb on GPU ranks needs our launcher, which watches them",
+            remedy="start with model-check train, or set launch.memory_limit_gb=null",
+        )
+    check_address_space(limit_gb, forked=False)
+    limit_address_space(limit_gb)
 
 
 def _train_here(
@@ -177,9 +203,10 @@ def _train_here(
         run_dir=directory,
         hosts=Hosts(nnodes, rdzv_endpoint) if rdzv_endpoint else None,
         gpus=chosen,
-        start="cold" if config.launch.start == "cold" else "warm",
+        start=config.launch.start,
         preload_modules=_preload(config, bool(chosen)),
         max_restarts=config.launch.max_restarts,
+        memory_limit_gb=config.launch.memory_limit_gb,
         hooks=supervisor.hooks(),
         console=ConsoleOptions(
             max_steps=config.training.max_steps,

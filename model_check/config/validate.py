@@ -212,10 +212,7 @@ def unsupported(config: Config) -> list[Problem]:
     compiles_slices = config.training.compile == "on" and config.parallel.tensor > 1
     asked = {
         "training.compile": (f"on with parallel.tensor={config.parallel.tensor}", compiles_slices, "auto or off"),
-        "launch.start": (config.launch.start, config.launch.start == "gate", "warm"),
         "debug.dump_gb": (config.debug.dump_gb, config.debug.dump_gb != 2.0, "2.0"),
-        "launch.low_memory": ("true", config.launch.low_memory, "false"),
-        "launch.memory_limit_gb": (config.launch.memory_limit_gb, config.launch.memory_limit_gb is not None, "null"),
     }
     return [
         Problem(

@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from model_check.errors import UsageError
 from model_check.launch.context import RankContext
@@ -53,7 +54,15 @@ class RankCommand(Command):
         return super().run(context)
 
 
-def run_script(script: ForeignScript, *, nproc: int, run_dir: RunDir, supervisor: Supervisor) -> JobResult:
+def run_script(
+    script: ForeignScript,
+    *,
+    nproc: int,
+    run_dir: RunDir,
+    supervisor: Supervisor,
+    start: Literal["cold", "gate"] = "cold",
+    memory_limit_gb: float | None = None,
+) -> JobResult:
     """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's."""
     script.check()
     env = injected_environment(run_dir, os.environ)
@@ -68,6 +77,8 @@ def run_script(script: ForeignScript, *, nproc: int, run_dir: RunDir, supervisor
             run_dir=run_dir,
             gpus=gpus[:nproc] if len(gpus) >= nproc else (),
             isolate_gpus=False,
+            start=start,
+            memory_limit_gb=memory_limit_gb,
             hooks=supervisor.hooks(),
             env=env,
         )
