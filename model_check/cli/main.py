@@ -28,6 +28,7 @@ class Verb:
 VERBS = {
     "train": Verb("model_check.cli.train", "train", "Train a LLaMA on every GPU, or on CPU ranks."),
     "prepare": Verb("model_check.cli.prepare", "prepare", "Tokenize and cache the data of a configuration."),
+    "doctor": Verb("model_check.cli.doctor", "doctor", "Say whether this machine can train, and what to mend."),
     "gpus": Verb("model_check.cli.gpus", "gpus", "List the GPUs, their load, and which ones a job would take."),
     "run": Verb("model_check.cli.run", "run", "Run any PyTorch script under the black box.", passes_arguments_on=True),
     "attach": Verb("model_check.cli.attach", "attach", "Say who waits for whom in a job that hangs right now."),
