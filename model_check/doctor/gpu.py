@@ -29,7 +29,7 @@ def check_gpus(settings: Settings) -> Iterator[Check]:
     for gpu in settings.gpus:
         yield judge_company(gpu)
     yield judge_connections(every, read_paths())
-    yield from check_speed(settings, every)
+    yield from check_speed(settings, {facts.index: facts for facts in every})
 
 
 def judge_errors(facts: GpuFacts) -> Check:

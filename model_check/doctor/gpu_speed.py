@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from model_check.doctor.check import Check, failed, passed, warned
 from model_check.doctor.gpu_facts import GpuFacts
 from model_check.doctor.probe import Answer, ask
 from model_check.doctor.settings import Limits, Settings
+from model_check.launch import Gpu
 
 _LOOK = "nvidia-smi -q -d CLOCK,PERFORMANCE,POWER; stop who else uses it; leave it out with --gpus until it is mended"
 
@@ -27,29 +28,31 @@ class Rates:
     bytes_due: float | None = None
 
 
-def check_speed(settings: Settings, every: Sequence[GpuFacts]) -> Iterator[Check]:
+def check_speed(settings: Settings, facts: Mapping[int, GpuFacts]) -> Iterator[Check]:
     """All GPUs at once, each in a process that sees only its own: as in training, they share power and heat."""
 
-    def measure(facts: GpuFacts) -> Answer:
-        environ = {**settings.environ, "CUDA_VISIBLE_DEVICES": facts.uuid}
+    def measure(gpu: Gpu) -> Answer:
+        environ = {**settings.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}
         return ask("gpu_rates", limit_s=settings.limits.torch_limit_s, environ=environ)
 
-    with ThreadPoolExecutor(max_workers=max(1, len(every))) as pool:
-        answers = list(pool.map(measure, every))
+    with ThreadPoolExecutor(max_workers=max(1, len(settings.gpus))) as pool:
+        answers = list(pool.map(measure, settings.gpus))
     measured = []
-    for facts, answer in zip(every, answers, strict=True):
+    for gpu, answer in zip(settings.gpus, answers, strict=True):
         if answer.problem:
             fix = "nvidia-smi; a GPU in an exclusive mode or with full memory lets nobody in"
-            yield failed(f"GPU {facts.index} speed", f"could not be measured: {answer.problem}", fix)
+            yield failed(f"GPU {gpu.index} speed", f"could not be measured: {answer.problem}", fix)
             continue
+        known = facts.get(gpu.index)
         measured.append(
             Rates(
-                facts.index,
+                gpu.index,
                 answer.value["flops"],
                 answer.value["bytes_per_s"],
                 answer.value["correct"],
-                settings.peak(facts.name),
-                facts.memory_bytes_per_s,
+                settings.peak(gpu.name),
+                # A MIG instance has a share of its GPU's memory bandwidth that the driver does not tell.
+                known.memory_bytes_per_s if known and gpu.mig is None else None,
             )
         )
     yield from judge_speeds(measured, settings.limits)

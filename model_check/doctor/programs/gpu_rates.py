@@ -12,7 +12,7 @@ ROUNDS = 5
 CALLS = 10
 
 
-def best_seconds(torch: Any, work: Callable[[], None]) -> float:
+def best_seconds(torch: Any, work: Callable[[], Any]) -> float:
     """The fastest of a few rounds, per call: what the chip can do, not what a neighbour left of it."""
     for _ in range(3):
         work()

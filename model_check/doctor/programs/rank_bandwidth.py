@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ def main(file: Path, kind: str, sizes: list[int]) -> None:
         count = max(ranks, size // 4 // ranks * ranks)
         whole = torch.zeros(count, device=device)
         part = torch.zeros(count // ranks, device=device)
-        calls: dict[str, tuple[Callable[[], Any], float]] = {
-            "all-reduce": (lambda whole=whole: dist.all_reduce(whole), 2 * (ranks - 1) / ranks),
-            "all-gather": (lambda w=whole, p=part: dist.all_gather_into_tensor(w, p), (ranks - 1) / ranks),
-            "reduce-scatter": (lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w), (ranks - 1) / ranks),
+        calls = {
+            "all-reduce": (partial(dist.all_reduce, whole), 2 * (ranks - 1) / ranks),
+            "all-gather": (partial(dist.all_gather_into_tensor, whole, part), (ranks - 1) / ranks),
+            "reduce-scatter": (partial(dist.reduce_scatter_tensor, part, whole), (ranks - 1) / ranks),
         }
         for name, (work, share) in calls.items():
             seconds = seconds_per_call(work, wait)
