@@ -119,7 +119,6 @@ WRONG_VALUES = [
         "training.compile=on with parallel.tensor=2",
         "set it to auto or off",
     ),
-    ({"launch": {"low_memory": True}}, "MC860", "launch.low_memory=true", "set it to false"),
     ({"parallel": {"context": 3}}, "MC857", "training.context_length=512 cannot be cut into the 6", "a multiple of 6"),
     (
         {"parallel": {"context": 2}, "data": {"document_mask": True}},

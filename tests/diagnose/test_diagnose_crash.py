@@ -176,7 +176,7 @@ def test_killed_by_an_unknown_sender(stage):
     assert any("sender is unknown" in e for e in finding.evidence) and verdict.exit_code == 137
 
 
-@pytest.mark.parametrize(("source", "code"), [("kernel", "MC304"), ("cgroup", "MC305")])
+@pytest.mark.parametrize(("source", "code"), [("kernel", "MC304"), ("cgroup", "MC305"), ("limit", "MC305")])
 def test_killed_for_memory(stage, source, code):
     _, b = crashing(stage)
     stage.say("oom", b.t, source=source, pid=b.pid, detail="Killed process")
