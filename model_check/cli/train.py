@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
+from model_check.cli.rank_start import begin_rank
 from model_check.config import Config, check_world, to_jsonable, unsupported
 from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
@@ -46,6 +47,9 @@ def train(
     resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or a .pt file.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
+    verbose_init: Annotated[
+        bool, typer.Option("--verbose-init", help="Every rank says where it is on its way to the first step.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
     single: Annotated[bool, typer.Option("--single", hidden=True, help="One rank, on system.device_id.")] = False,
 ) -> int:
@@ -68,7 +72,7 @@ def train(
         raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
     launched_by = foreign_launcher(os.environ)
     if launched_by:
-        return _one_rank_of(resolved, visible, run_dir, resume)
+        return _one_rank_of(resolved, visible, run_dir, resume, verbose_init)
     chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
     if nnodes > 1 and rdzv_endpoint is None:
         raise UsageError(f"--nnodes {nnodes} needs a place to meet", remedy="add --rdzv-endpoint HOST:PORT of one host")
@@ -76,7 +80,7 @@ def train(
     if dry_run:
         typer.echo(json.dumps(to_jsonable(resolved), indent=2))
         return 0
-    return _train_here(resolved, chosen, ranks, nnodes, rdzv_endpoint, run_dir, resume)
+    return _train_here(resolved, chosen, ranks, nnodes, rdzv_endpoint, run_dir, resume, verbose_init)
 
 
 def _placement(
@@ -127,7 +131,9 @@ def _without_secrets(value: Any) -> Any:
     return redact_text(value) if isinstance(value, str) else value
 
 
-def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None) -> int:
+def _one_rank_of(
+    config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None, verbose_init: bool
+) -> int:
     """torchrun or srun has made a rank of this process: train as it, launch nothing."""
     # Every rank must name the same directory, and none may ask another on the way there.
     job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "0")
@@ -136,6 +142,7 @@ def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resum
     context = RankContext.from_environment(
         os.environ, run_dir=directory.root, gpus=visible, device=config.system.device
     )
+    begin_rank(context, verbose=verbose_init)
     _check(config, context.world_size)
     if config.launch.memory_limit_gb is not None:
         _limit_one_rank(context, config.launch.memory_limit_gb)
@@ -143,7 +150,7 @@ def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resum
         from model_check.cli.rank import TrainOrder, train_rank
     if context.rank == 0:
         _write_identity(directory, config)
-    train_rank(context, TrainOrder(config, resume))
+    train_rank(context, TrainOrder(config, resume, verbose_init=verbose_init))
     return 0
 
 
@@ -174,6 +181,7 @@ def _train_here(
     rdzv_endpoint: str | None,
     run_dir: Path | None,
     resume: str | None,
+    verbose_init: bool,
 ) -> int:
     from model_check.cli.prepare import prepare_with_progress
     from model_check.cli.rank import TrainOrder, train_rank
@@ -198,7 +206,7 @@ def _train_here(
     supervisor = supervisor_for(directory, Limits(kill_after_s=config.launch.hang_kill_after_s))
     result = launch_job(
         train_rank,
-        TrainOrder(config, resume),
+        TrainOrder(config, resume, verbose_init=verbose_init),
         nproc=ranks,
         run_dir=directory,
         hosts=Hosts(nnodes, rdzv_endpoint) if rdzv_endpoint else None,

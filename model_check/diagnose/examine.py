@@ -16,7 +16,7 @@ from model_check.diagnose.issues import group_tables
 from model_check.diagnose.mismatch import mismatch_findings
 from model_check.diagnose.reading import Reader
 from model_check.diagnose.slow import slow_findings
-from model_check.diagnose.start import start_findings
+from model_check.diagnose.start import start_findings, with_start
 from model_check.diagnose.waits import find_waits
 from model_check.rundir import Finding, RunDir, Verdict
 from model_check.rundir.verdict import Outcome
@@ -87,7 +87,7 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     hangs = [] if crashes or any(f.certainty == "proven" for f in certain) else hang_findings(evidence, tables, waits)
     causes = [*crashes, *hangs, *mismatches] if not certain else [*certain, *crashes, *hangs]
     slow = [] if causes else slow_findings(evidence)
-    found = [*causes, *start_findings(evidence), *slow]
+    found = [*with_start(evidence, causes), *start_findings(evidence), *slow]
     # A start that took long is over: what slows the job down now comes first.
     return sorted(found, key=lambda f: (_SEVERITY[f.severity], f.code == "MC101", _CERTAINTY[f.certainty]))
 
