@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from model_check.doctor.check import Check, failed, passed, warned
 from model_check.doctor.gpu_facts import read_links
 from model_check.doctor.jobs import finished_job, scratch_folder
+from model_check.doctor.network import check_loopback
 from model_check.doctor.probe import PROGRAMS
 from model_check.doctor.settings import MIB, Settings
 
@@ -38,6 +39,9 @@ class Measured:
 
 
 def check_comm(settings: Settings) -> Iterator[Check]:
+    if check_loopback(settings.limits.answer_s).status == "fail":
+        yield failed("bandwidth", "ranks cannot meet without loopback", "model-check doctor --only ranks finds out why")
+        return
     measured = measure(settings)
     name = f"{measured.ranks} {'GPUs' if measured.kind == 'cuda' else 'CPU ranks'}"
     if measured.problem:

@@ -14,6 +14,7 @@ from model_check.doctor.settings import Settings
 from model_check.errors import UsageError
 from model_check.launch.context import DEFAULT_MASTER_PORT, RankContext, foreign_launcher
 
+LOOPBACK = "loopback"
 _BYTES = b"model-check"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FEW_PORTS = 1000
@@ -60,8 +61,8 @@ def check_loopback(limit_s: float) -> Check:
     problem = _exchange("127.0.0.1", limit_s)
     if problem:
         fix = "ip link set lo up, and let 127.0.0.1 through the firewall: the ranks of this host meet there"
-        return failed("loopback", f"127.0.0.1: {problem}", fix)
-    return passed("loopback", "a connection to 127.0.0.1 carries bytes both ways")
+        return failed(LOOPBACK, f"127.0.0.1: {problem}", fix)
+    return passed(LOOPBACK, "a connection to 127.0.0.1 carries bytes both ways")
 
 
 def check_host_name(limit_s: float, environ: Mapping[str, str]) -> Check:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from model_check.doctor.check import Check, failed, passed
+from model_check.doctor.check import Check, failed, passed, skipped
 from model_check.doctor.jobs import finished_job, scratch_folder
-from model_check.doctor.network import check_network
+from model_check.doctor.network import LOOPBACK, check_network
 from model_check.doctor.probe import PROGRAMS
 from model_check.doctor.settings import Settings
 
 
 def check_ranks(settings: Settings) -> Iterator[Check]:
-    yield from check_network(settings)
+    network = list(check_network(settings))
+    yield from network
+    if any(check.name == LOOPBACK and check.status == "fail" for check in network):
+        yield skipped("gloo ranks", "ranks cannot meet without loopback")
+        return
     if settings.gpus:
         yield check_start(settings, "cuda", len(settings.gpus))
     yield check_start(settings, "cpu", settings.cpu_ranks)
