@@ -39,6 +39,12 @@ VERBS = {
         "Look at saved state, prove it whole, change its form: inspect, verify, convert.",
         subverbs=("inspect", "verify", "convert"),
     ),
+    "bench": Verb(
+        "model_check.cli.bench",
+        "bench",
+        "Measure this machine: throughput, data, comm, startup.",
+        subverbs=("throughput", "data", "comm", "startup"),
+    ),
     "explain": Verb("model_check.cli.explain", "explain", "The long form of an error code."),
 }
 
