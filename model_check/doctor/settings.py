@@ -54,7 +54,7 @@ class Limits:
     import_limit_s: float = 60.0
     answer_s: float = 2.0
     torch_limit_s: float = 60.0
-    job_limit_s: float = 60.0
+    job_limit_s: float = 120.0
     lock_limit_s: float = 10.0
     sibling_warn: float = 0.90
     sibling_fail: float = 0.75

@@ -73,7 +73,7 @@ def test_sizes() -> None:
     [
         (
             ["startup", "--ways", "lukewarm"],
-            "--ways lukewarm cannot be read; use one or more of warm,gate,cold,torchrun",
+            "--ways lukewarm cannot be read; use one or more of warm",
         ),
         (["comm", "--sizes", "1M,many"], "--sizes 1M,many cannot be read at 'many'"),
         (["data", "--workers", "two"], "--workers two cannot be read"),
