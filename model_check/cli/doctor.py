@@ -79,11 +79,14 @@ def _show(stages: list[str], settings: Settings) -> list[Check]:
     console = _console()
     found: list[Check] = []
     for stage in stages:
+        started = time.monotonic()
         with console.status(f"{TITLES[stage]} …"):
             checks = list(examine(stage, settings))
         found += checks
-        console.print(Text(TITLES[stage], style="bold") + Text(f"  {stage}", style="dim"))
+        took = time.monotonic() - started
+        console.print(Text(TITLES[stage], style="bold") + Text(f"  {stage}, {took:.1f} s", style="dim"))
         console.print(stage_table(checks, _PREFIX.get(stage, "")))
+        console.print()
     return found
 
 
@@ -105,7 +108,9 @@ def stage_table(checks: list[Check], prefix: str = "") -> Table:
         name = Text(check.name.removeprefix(prefix), style=plain)
         table.add_row(Text(mark, style=style), name, Text(check.detail, style=plain))
         if check.fix:
-            table.add_row("", "", Text("→ ", style=style) + Text(check.fix, style="cyan"))
+            remedy = Table.grid(padding=(0, 1))
+            remedy.add_row(Text("→", style=style), Text(check.fix, style="cyan", overflow="fold"))
+            table.add_row("", "", remedy)
     return table
 
 

@@ -22,7 +22,6 @@ class Package:
 
 PACKAGES = (
     Package("torch", "torch"),
-    Package("torch.distributed.fsdp", "torch"),
     Package("numpy", "numpy"),
     Package("pydantic", "pydantic"),
     Package("yaml", "PyYAML"),
