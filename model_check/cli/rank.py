@@ -157,8 +157,9 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
         if place.is_first:
             _remember_lineage(run_dir, saver.lineage)
     MARKS.passed(8)
-    trace_dir = run_dir.root / "profile" if config.training.profile and place.is_first else None
-    with _metrics(order, place, run_dir) as metrics, profiled(trace_dir) as step_done:
+    traced = config.training.profile and place.rank in config.training.profile_ranks
+    trace_dir = run_dir.root / "profile" if traced else None
+    with _metrics(order, place, run_dir) as metrics, profiled(trace_dir, place.rank, say) as step_done:
         MARKS.passed(9)
         memory.mark("assembled")
         MARKS.passed(10)

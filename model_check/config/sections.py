@@ -165,6 +165,9 @@ class TrainingSection(Section):
         description="Output head and cross-entropy in chunks, logits never whole. `auto`: where it saves memory.",
     )
     profile: bool = Field(default=False, description="Record a torch profiler trace of a few steps.")
+    profile_ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_list_as_tuple)] = Field(
+        default=(0,), description="The ranks that `profile` traces."
+    )
     log_interval: Count = Field(default=1, description="Steps between log lines.")
 
     @property

@@ -26,6 +26,7 @@ from model_check.engine.feed import context_cut, on_device
 from model_check.engine.loop import Loop, LoopPlan, StepInfo
 from model_check.engine.optimizer import build_optimizer
 from model_check.engine.place import Place
+from model_check.engine.profile import named_waits
 from model_check.engine.saving import Saving
 from model_check.engine.schedule import rate_factor
 from model_check.engine.step import TrainStep
@@ -272,10 +273,11 @@ def fit(
         return saving is not None and saving.is_due(step)
 
     schedule = config.training.scheduler
+    batches = on_device(session.loader, session.place.device, context_cut(config, session.place.rank))
     loop = Loop(
         _plan(session, last),
         session.train_step,
-        on_device(session.loader, session.place.device, context_cut(config, session.place.rank)),
+        named_waits(batches) if config.training.profile else batches,
         rate_of=lambda step: (
             config.training.learning_rate
             * rate_factor(
