@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from model_check.config import Config, load_config, validate_config
     from model_check.engine.trainer import DDPTrainer, FSDPTrainer
     from model_check.models import SimpleModel
+    from model_check.observe.comms import CommunicationProfiler
 
 __version__ = "0.1.0"
 
 # Loaded on first use: reading a configuration or a run directory must not wait for torch.
 _HOMES = {
+    "CommunicationProfiler": "model_check.observe.comms",
     "Config": "model_check.config",
     "load_config": "model_check.config",
     "validate_config": "model_check.config",
@@ -25,7 +27,15 @@ _HOMES = {
     "SimpleModel": "model_check.models",
 }
 
-__all__ = ["Config", "DDPTrainer", "FSDPTrainer", "SimpleModel", "load_config", "validate_config"]
+__all__ = [
+    "CommunicationProfiler",
+    "Config",
+    "DDPTrainer",
+    "FSDPTrainer",
+    "SimpleModel",
+    "load_config",
+    "validate_config",
+]
 
 
 def __getattr__(name: str) -> Any:

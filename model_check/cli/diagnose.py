@@ -12,6 +12,7 @@ import typer
 from model_check.errors import RunDirError
 from model_check.rundir import RunDir
 from model_check.rundir.ring import read_header
+from model_check.rundir.start_marks import start_table
 
 
 def diagnose(
@@ -41,6 +42,8 @@ def diagnose(
         typer.echo(json.dumps(verdict.to_json(), indent=2))
         return
     typer.echo(render(verdict, color=sys.stdout.isatty(), source_root=source or _where_it_ran(directory)))
+    for line in start_table(directory):
+        typer.echo(line)
     _mention_missing_logs(directory)
 
 

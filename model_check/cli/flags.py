@@ -20,7 +20,6 @@ def flag_values(
     batch_size: int | None = None,
     num_workers: int | None = None,
     profile: bool = False,
-    verbose: bool = False,
 ) -> Values:
     """The dotted keys that flags set, each with the flag it came from."""
     values: Values = {}

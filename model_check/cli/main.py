@@ -29,6 +29,7 @@ VERBS = {
     "train": Verb("model_check.cli.train", "train", "Train a LLaMA on every GPU, or on CPU ranks."),
     "prepare": Verb("model_check.cli.prepare", "prepare", "Tokenize and cache the data of a configuration."),
     "plan": Verb("model_check.cli.plan", "plan", "What a configuration needs of a GPU, and how to run it best."),
+    "doctor": Verb("model_check.cli.doctor", "doctor", "Say whether this machine can train, and what to mend."),
     "gpus": Verb("model_check.cli.gpus", "gpus", "List the GPUs, their load, and which ones a job would take."),
     "run": Verb(
         "model_check.cli.run",
@@ -44,6 +45,12 @@ VERBS = {
         "checkpoint",
         "Look at saved state, prove it whole, change its form: inspect, verify, convert.",
         subverbs=("inspect", "verify", "convert"),
+    ),
+    "bench": Verb(
+        "model_check.cli.bench",
+        "bench",
+        "Measure this machine: throughput, data, comm, startup.",
+        subverbs=("throughput", "data", "comm", "startup"),
     ),
     "explain": Verb("model_check.cli.explain", "explain", "The long form of an error code."),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,21 +13,24 @@ from pathlib import Path
 import torch
 
 from model_check.checkpoint.peers import Peers
+from model_check.cli.rank_start import begin_rank, print_line
 from model_check.config import Config, to_jsonable
-from model_check.data import check_vocabulary, prepare
+from model_check.data import check_vocabulary, load_tokenizer, prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place, join, leave
 from model_check.engine.profile import profiled
 from model_check.engine.saving import Saving, open_saver
-from model_check.engine.worker import assemble, continue_from, fit, open_loader
+from model_check.engine.worker import build, continue_from, fit, open_loader
 from model_check.launch import RankContext, step_line
 from model_check.models import Llama
-from model_check.observe import instrument
-from model_check.observe.instrument import outofmemory
+from model_check.observe.instrument import memory, outofmemory
+from model_check.observe.instrument.spans import span
 from model_check.observe.memory_marks import MemoryMarks
 from model_check.observe.metrics import MetricsWriter, Sink, TensorBoardSink, WandbSink
+from model_check.observe.start_marks import MARKS
 from model_check.rundir import RunDir
+from model_check.rundir.turns import in_turn
 
 EXIT_SAVED = 75
 
@@ -38,6 +42,7 @@ class TrainOrder:
     config: Config
     resume: str | None = None
     save: bool = True
+    verbose_init: bool = False
 
 
 class _StopFlag:
@@ -63,22 +68,21 @@ def _metrics(order: TrainOrder, place: Place, run_dir: RunDir) -> Iterator[Metri
     if not place.is_first:
         yield None
         return
-    sinks: list[Sink] = []
-    if order.config.logging.tensorboard:
-        sinks.append(TensorBoardSink(run_dir.root / "tensorboard"))
-    if order.config.logging.wandb:
-        sinks.append(WandbSink(run_dir.root, to_jsonable(order.config)["values"]))
-    writer = MetricsWriter(run_dir.metrics, sinks)
+    with MARKS.calling("WandbLogger constructor" if order.config.logging.wandb else "MetricsWriter constructor"):
+        writer = _open_writer(order, run_dir)
     try:
         yield writer
     finally:
         writer.close()
 
 
-def _print_line(line: str) -> None:
-    """In one write: under torchrun all ranks share one stream, and print() would write the newline apart."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+def _open_writer(order: TrainOrder, run_dir: RunDir) -> MetricsWriter:
+    sinks: list[Sink] = []
+    if order.config.logging.tensorboard:
+        sinks.append(TensorBoardSink(run_dir.root / "tensorboard"))
+    if order.config.logging.wandb:
+        sinks.append(WandbSink(run_dir.root, to_jsonable(order.config)["values"]))
+    return MetricsWriter(run_dir.metrics, sinks)
 
 
 def _lineage_of(run_dir: RunDir) -> Path | None:
@@ -110,7 +114,7 @@ def train_rank(context: RankContext, order: TrainOrder) -> None:
 def _train(context: RankContext, order: TrainOrder) -> None:
     config = order.config
     run_dir = RunDir(Path(context.run_dir))
-    instrument.install(run_dir.root, rank=context.rank, world_size=context.world_size, local_rank=context.local_rank)
+    begin_rank(context, verbose=order.verbose_init)
     stop = _StopFlag()
     place = Place(
         context.rank, context.world_size, torch.device(context.device), context.label, context.local_world_size
@@ -119,19 +123,32 @@ def _train(context: RankContext, order: TrainOrder) -> None:
     torch.set_num_threads(threads)
 
     def say(line: str) -> None:
-        _print_line(f"[{context.label}] {line}")
+        print_line(f"[{context.label}] {line}")
 
     marks = MemoryMarks(say)
     marks.reach("START")
-    join(
-        place,
-        backend=config.system.backend,
-        timeout_s=config.system.timeout_s,
-        host_tensors=config.fsdp.cpu_offload,
-    )
+    MARKS.say_environment()
+    MARKS.say_device("at the start")
+    MARKS.passed(3)
+    # One rank of a host fetches and builds, the others find it done; nobody waits for it in a collective.
+    with MARKS.calling("load_tokenizer and prepare"), contextlib.ExitStack() as turn:
+        with span("gate", "its turn to prepare the data"):
+            turn.enter_context(in_turn(run_dir.root / "start" / f"{os.uname().nodename}.lock"))
+        load_tokenizer(config.data.tokenizer)
+        data = prepare(data_spec(config))
+    MARKS.passed(4)
+    with MARKS.calling(f"init_process_group with backend={config.system.backend or 'auto'}"):
+        join(
+            place,
+            backend=config.system.backend,
+            timeout_s=config.system.timeout_s,
+            host_tensors=config.fsdp.cpu_offload,
+        )
     marks.reach("POST-IMPORT")
-    data = prepare(data_spec(config))
-    session = assemble(config, place, open_loader(config, place, data.train), held_out=data.valid)
+    with MARKS.calling(f"build with strategy={config.parallel.strategy}"):
+        built = build(config, place)
+    session = built.with_data(open_loader(config, place, data.train), data.valid)
+    MARKS.passed(7)
     if isinstance(session.bare_model, Llama):
         check_vocabulary(data.train, session.bare_model.shape.vocab_size)
     marks.reach("POST-MODEL")
@@ -139,7 +156,8 @@ def _train(context: RankContext, order: TrainOrder) -> None:
         say(f"layout: {session.layout.describe()}")
     saves = order.save and config.checkpoint.interval > 0
     peers = Peers() if saves or order.resume else None
-    lineage, notes = continue_from(order.resume, session, peers, lineage=_lineage_of(run_dir))
+    with MARKS.calling(f"resume from {order.resume}") if order.resume else contextlib.nullcontext():
+        lineage, notes = continue_from(order.resume, session, peers, lineage=_lineage_of(run_dir))
     if place.is_first:
         for note in notes:
             say(f"resume: {note}")
@@ -151,15 +169,20 @@ def _train(context: RankContext, order: TrainOrder) -> None:
         saving = Saving(session, saver, last_step=config.training.max_steps, say=say)
         if place.is_first:
             _remember_lineage(run_dir, saver.lineage)
-    trace_dir = run_dir.root / "profile" if config.training.profile and place.is_first else None
-    with _metrics(order, place, run_dir) as metrics, profiled(trace_dir) as step_done:
+    MARKS.passed(8)
+    traced = config.training.profile and place.rank in config.training.profile_ranks
+    trace_dir = run_dir.root / "profile" if traced else None
+    with _metrics(order, place, run_dir) as metrics, profiled(trace_dir, place.rank, say) as step_done:
+        MARKS.passed(9)
+        memory.mark("assembled")
+        MARKS.passed(10)
 
         def on_step(info: StepInfo) -> None:
             marks.reach("FIRST-STEP")
             if metrics is not None:
                 metrics.write(info.record())
             if info.step % config.training.log_interval == 0 or info.step == config.training.max_steps - 1:
-                _print_line(
+                print_line(
                     step_line(
                         context.label,
                         info.step,
@@ -174,16 +197,21 @@ def _train(context: RankContext, order: TrainOrder) -> None:
                 say(f"Eval [{info.step}/{config.training.max_steps}] | Val Loss: {info.val_loss:.4f}")
             step_done()
 
-        last = fit(
-            session,
-            on_step=on_step,
-            saving=saving,
-            error_dir=_error_dir(order, run_dir, saving),
-            dumps_dir=run_dir.dumps_dir,
-            say=say,
-            show=_print_line,
-            stop_requested=stop,
-        )
+        MARKS.say_device("before training")
+        MARKS.passed(11)
+        with MARKS.calling("fit"):
+            last = fit(
+                session,
+                on_step=on_step,
+                saving=saving,
+                error_dir=_error_dir(order, run_dir, saving),
+                dumps_dir=run_dir.dumps_dir,
+                say=say,
+                show=print_line,
+                stop_requested=stop,
+            )
+        MARKS.passed(12)
+        MARKS.say_device("after training")
     leave()
     if last is not None and last.stop:
         saved = saving is not None and saving.committed == last.step

@@ -6,12 +6,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
 from model_check.errors import UsageError
+from model_check.launch.foreign import ForeignScript
 from model_check.launch.injection import GuardMode
+from model_check.launch.limits import use_less_memory
 from model_check.launch.supervisor import Limits, Supervisor
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
@@ -37,6 +39,15 @@ def run(
         str,
         typer.Option("--guard", help="Steps with NaN or infinity: observe (report), halt (refuse), off."),
     ] = "observe",
+    start: Annotated[
+        str, typer.Option("--start", help="cold: all ranks at once; gate: as many import at once as there is room for.")
+    ] = "cold",
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="Small communication buffers and a frugal allocator.")
+    ] = False,
+    memory_limit_gb: Annotated[
+        float | None, typer.Option("--memory-limit-gb", min=2.0, help="Host memory per rank; more ends it by name.")
+    ] = None,
 ) -> int:
     """Run SCRIPT ARGS… on N ranks as torchrun would, and name every hang and crash: rank, line, cause, fix.
 
@@ -62,9 +73,22 @@ def run(
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
     mode = _guard_mode(guard)
+    if start not in ("cold", "gate"):
+        raise UsageError(f"--start {start} is not a way to start a script", remedy="use --start cold or --start gate")
+    if own_launcher and memory_limit_gb is not None:
+        raise UsageError(
+            "--memory-limit-gb does not go with a command after --, which starts its own ranks",
+            remedy="run the script itself: model-check run --nproc 2 train.py",
+        )
+    if low_memory:
+        use_less_memory()
     if own_launcher:
-        return _run_command(words, run_dir, hang_kill_after_s, mode)
-    return _run_script(words, nproc or 1, module, run_dir, hang_kill_after_s, mode)
+        return _run_command(words, run_dir, hang_kill_after_s, mode, gated=start == "gate")
+    if not module:
+        _refuse_a_launcher(words)
+    script = ForeignScript(words[0], tuple(words[1:]), module)
+    way: Literal["cold", "gate"] = "gate" if start == "gate" else "cold"
+    return _run_script(script, nproc or 1, run_dir, hang_kill_after_s, mode, way, memory_limit_gb)
 
 
 def _after_double_dash(words: list[str]) -> bool:
@@ -81,20 +105,31 @@ def _guard_mode(said: str) -> GuardMode:
 
 
 def _run_script(
-    words: list[str], nproc: int, module: bool, run_dir: Path | None, hang_kill_after_s: float, guard: GuardMode
+    script: ForeignScript,
+    nproc: int,
+    run_dir: Path | None,
+    hang_kill_after_s: float,
+    guard: GuardMode,
+    start: Literal["cold", "gate"],
+    memory_limit_gb: float | None,
 ) -> int:
     from model_check.cli.supervision import supervisor_for
-    from model_check.launch.foreign import ForeignScript, run_script
+    from model_check.launch.foreign import run_script
     from model_check.observe.environment import snapshot_environment
 
-    if not module:
-        _refuse_a_launcher(words)
-    script = ForeignScript(words[0], tuple(words[1:]), module)
     script.check()
     directory = RunDir.create(run_dir)
     write_json_atomic(directory.environment, snapshot_environment())
     supervisor = supervisor_for(directory, Limits(kill_after_s=hang_kill_after_s))
-    result = run_script(script, nproc=nproc, run_dir=directory, supervisor=supervisor, guard=guard)
+    result = run_script(
+        script,
+        nproc=nproc,
+        run_dir=directory,
+        supervisor=supervisor,
+        guard=guard,
+        start=start,
+        memory_limit_gb=memory_limit_gb,
+    )
     if result.outcome == "interrupted":
         supervisor.note_stop(f"interrupted: {result.message}")
     return _show_end(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor, directory)
@@ -109,9 +144,12 @@ def _refuse_a_launcher(words: list[str]) -> None:
         )
 
 
-def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: float, guard: GuardMode) -> int:
+def _run_command(
+    words: list[str], run_dir: Path | None, hang_kill_after_s: float, guard: GuardMode, *, gated: bool
+) -> int:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
+    from model_check.launch.gate import plan_gate
     from model_check.launch.injection import injected_environment
 
     if shutil.which(words[0]) is None:
@@ -124,6 +162,8 @@ def _run_command(words: list[str], run_dir: Path | None, hang_kill_after_s: floa
     limits = Limits(kill_after_s=hang_kill_after_s, own_launcher_s=_OWN_LAUNCHER_S)
     supervisor = supervisor_for(directory, limits)
     env = injected_environment(directory, os.environ, guard)
+    if gated:  # how many ranks the command starts is known to it alone: the gate lets through what the host can hold
+        env |= plan_gate(directory, os.cpu_count() or 1).variables()
     result = run_command(words, run_dir=directory, env=env, supervisor=supervisor)
     outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
     if result.interrupted:

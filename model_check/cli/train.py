@@ -16,10 +16,14 @@ import typer
 
 from model_check.cli.fitting import Fitted, fit_to_gpus
 from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
-from model_check.config import Config, check_world, to_jsonable, unsupported
+from model_check.cli.rank_start import begin_rank
+from model_check.config import Config, check_world, to_jsonable
 from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
+from model_check.launch.gate import plan_gate
 from model_check.launch.guard import RUN_DIR_VARIABLE
+from model_check.launch.limits import check_address_space, limit_address_space, use_less_memory
+from model_check.observe.gate import Gate
 from model_check.observe.redaction import redact_text
 from model_check.rundir import Finding, RunDir, Verdict, write_json_atomic
 
@@ -48,6 +52,9 @@ def train(
     force: Annotated[
         bool, typer.Option("--force", help="Start even where the plan says that it does not fit.")
     ] = False,
+    verbose_init: Annotated[
+        bool, typer.Option("--verbose-init", help="Every rank says where it is on its way to the first step.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
     single: Annotated[bool, typer.Option("--single", hidden=True, help="One rank, on system.device_id.")] = False,
 ) -> int:
@@ -63,12 +70,14 @@ def train(
         profile=profile,
     )
     resolved = configured(preset, debug, config or [], overrides or [], flags)
+    if resolved.launch.low_memory:
+        use_less_memory()
     visible = [] if resolved.system.device == "cpu" else list_gpus()
     if resolved.system.device == "cuda" and not visible:
         raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
     launched_by = foreign_launcher(os.environ)
     if launched_by:
-        return _one_rank_of(resolved, visible, run_dir, resume, force)
+        return _one_rank_of(resolved, visible, run_dir, resume, force=force, verbose_init=verbose_init)
     chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
     if nnodes > 1 and rdzv_endpoint is None:
         raise UsageError(f"--nnodes {nnodes} needs a place to meet", remedy="add --rdzv-endpoint HOST:PORT of one host")
@@ -77,7 +86,7 @@ def train(
     if dry_run:
         typer.echo(json.dumps(to_jsonable(fitted.config), indent=2))
         return 0
-    return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, run_dir, resume)
+    return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, run_dir, resume, verbose_init)
 
 
 def _placement(
@@ -107,7 +116,7 @@ def _device_by_id(device_id: int | None, visible: list[Gpu]) -> Gpu:
 
 
 def _check(config: Config, world_size: int) -> None:
-    problems = unsupported(config) + check_world(config, world_size)
+    problems = check_world(config, world_size)
     if problems:
         raise ConfigError(problems)
 
@@ -134,10 +143,10 @@ def _without_secrets(value: Any) -> Any:
     return redact_text(value) if isinstance(value, str) else value
 
 
-def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None, force: bool) -> int:
+def _one_rank_of(
+    config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None, *, force: bool, verbose_init: bool
+) -> int:
     """torchrun or srun has made a rank of this process: train as it, launch nothing."""
-    from model_check.cli.rank import TrainOrder, train_rank
-
     # Every rank must name the same directory, and none may ask another on the way there.
     job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "0")
     root = run_dir or Path(".outputs") / f"job-{job}-{os.environ.get('MASTER_PORT', '0')}"
@@ -145,6 +154,7 @@ def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resum
     context = RankContext.from_environment(
         os.environ, run_dir=directory.root, gpus=visible, device=config.system.device
     )
+    begin_rank(context, verbose=verbose_init)
     _check(config, context.world_size)
     # Under `model-check run` this process records into that directory already.
     if os.environ.get(RUN_DIR_VARIABLE) != str(directory.root):
@@ -157,10 +167,33 @@ def _one_rank_of(config: Config, visible: list[Gpu], run_dir: Path | None, resum
         force=force,
         say=_to_stderr if context.rank == 0 else lambda line: None,
     )
+    if config.launch.memory_limit_gb is not None:
+        _limit_one_rank(context, config.launch.memory_limit_gb)
+    with _gate_of_one_rank(config, context):
+        from model_check.cli.rank import TrainOrder, train_rank
     if context.rank == 0:
         _write_identity(directory, fitted)
-    train_rank(context, TrainOrder(fitted.config, resume))
+    train_rank(context, TrainOrder(fitted.config, resume, verbose_init=verbose_init))
     return 0
+
+
+def _gate_of_one_rank(config: Config, context: RankContext) -> contextlib.AbstractContextManager[None]:
+    """torchrun's ranks are interpreters of their own: where the user asks for it they import in turn."""
+    if config.launch.start != "gate":
+        return contextlib.nullcontext()
+    plan = plan_gate(RunDir(context.run_dir), context.local_world_size)
+    os.environ.update(plan.variables())
+    return Gate(plan, context.rank).passing()
+
+
+def _limit_one_rank(context: RankContext, limit_gb: float) -> None:
+    if context.device != "cpu":
+        raise UsageError(
+            "launch.memory_limit_gb on GPU ranks needs our launcher, which watches them",
+            remedy="start with model-check train, or set launch.memory_limit_gb=null",
+        )
+    check_address_space(limit_gb, forked=False)
+    limit_address_space(limit_gb)
 
 
 def _train_here(
@@ -171,6 +204,7 @@ def _train_here(
     rdzv_endpoint: str | None,
     run_dir: Path | None,
     resume: str | None,
+    verbose_init: bool,
 ) -> int:
     from model_check.cli.prepare import prepare_with_progress
     from model_check.cli.rank import TrainOrder, train_rank
@@ -196,14 +230,15 @@ def _train_here(
     supervisor = supervisor_for(directory, Limits(kill_after_s=config.launch.hang_kill_after_s))
     result = launch_job(
         train_rank,
-        TrainOrder(config, resume),
+        TrainOrder(config, resume, verbose_init=verbose_init),
         nproc=ranks,
         run_dir=directory,
         hosts=Hosts(nnodes, rdzv_endpoint) if rdzv_endpoint else None,
         gpus=chosen,
-        start="cold" if config.launch.start == "cold" else "warm",
+        start=config.launch.start,
         preload_modules=_preload(config, bool(chosen)),
         max_restarts=config.launch.max_restarts,
+        memory_limit_gb=config.launch.memory_limit_gb,
         hooks=supervisor.hooks(),
         console=ConsoleOptions(
             max_steps=config.training.max_steps,

@@ -5,7 +5,7 @@ from model_check.config.presets import DEFAULT_PRESET, PRESETS, preset_path
 from model_check.config.resolve import resolve_shape, weights_file
 from model_check.config.schema import Config, to_jsonable
 from model_check.config.shapes import SHAPES, ModelShape, RopeScaling
-from model_check.config.validate import check_world, unsupported
+from model_check.config.validate import check_world
 
 __all__ = [
     "DEFAULT_PRESET",
@@ -20,7 +20,6 @@ __all__ = [
     "preset_path",
     "resolve_shape",
     "to_jsonable",
-    "unsupported",
     "validate_config",
     "weights_file",
 ]

@@ -40,7 +40,6 @@ LAYOUT_PRECISION = "MC855"
 LAYOUT_WITHOUT_FSDP = "MC856"
 CONTEXT_NOT_DIVISIBLE = "MC857"
 STATES_NEED_WHOLE = "MC858"
-NOT_AVAILABLE_YET = "MC860"
 
 MEANINGS: dict[str, str] = {
     FILE_UNREADABLE: "a configuration file cannot be read",
@@ -81,5 +80,4 @@ MEANINGS: dict[str, str] = {
     LAYOUT_WITHOUT_FSDP: "a key of the fsdp section asks for something the strategy cannot do",
     CONTEXT_NOT_DIVISIBLE: "sequences cannot be cut over that many context ranks",
     STATES_NEED_WHOLE: "8-bit optimizer states go with whole parameters, and the layout cuts them",
-    NOT_AVAILABLE_YET: "the engine of this version cannot do what is asked",
 }

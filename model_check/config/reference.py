@@ -92,6 +92,8 @@ def _values(entry: dict[str, Any]) -> str:
         return ", ".join(f"`{choice}`" for choice in entry["enum"])
     kind = entry["type"]
     if kind == "array":
+        if "prefixItems" not in entry:
+            return f"list of {_values(entry['items'])}"
         return f"{entry['minItems']} × {_values(entry['prefixItems'][0])}"
     words = {
         "integer": "whole number",

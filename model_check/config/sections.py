@@ -167,6 +167,9 @@ class TrainingSection(Section):
         description="A step that runs out of device memory is done again with half the micro-batch and twice as many.",
     )
     profile: bool = Field(default=False, description="Record a torch profiler trace of a few steps.")
+    profile_ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_list_as_tuple)] = Field(
+        default=(0,), description="The ranks that `profile` traces."
+    )
     log_interval: Count = Field(default=1, description="Steps between log lines.")
 
     @property
@@ -251,7 +254,8 @@ class LaunchSection(Section):
     low_memory: bool = Field(default=False, description="Small communication buffers and a frugal allocator.")
     memory_limit_gb: Annotated[float, Field(ge=2)] | None = Field(
         default=None,
-        description="Address space per rank, in GB; at least 2, since torch cannot start in less. null: no limit.",
+        description="Host memory per rank, in GB: of a CPU rank the address space, of a GPU rank what it keeps in "
+        "memory. A rank that takes more is ended by name. At least 2: torch cannot start in less. null: no limit.",
     )
     hang_kill_after_s: float = Field(
         default=300, ge=0, description="Seconds without progress until the job is ended. 0: never."

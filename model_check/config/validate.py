@@ -20,7 +20,7 @@ _DOTTED_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
 def rule_problems(config: Config) -> list[Problem]:
     """Everything that is wrong between the keys of a config whose values are each fine alone."""
-    rules = (_model_rules, _schedule_rules, _batch_rules, _device_rules, layout_problems, unsupported)
+    rules = (_model_rules, _schedule_rules, _batch_rules, _device_rules, layout_problems)
     return [_with_origins(problem, config) for rule in rules for problem in rule(config)]
 
 
@@ -213,23 +213,4 @@ def check_world(config: Config, world_size: int) -> list[Problem]:
             f"global_batch={training.global_batch} differs from batch_size*grad_accum_nums*dp={product}",
             f"set training.global_batch to {product}, or training.grad_accum_nums to null to have it derived",
         )
-    ]
-
-
-def unsupported(config: Config) -> list[Problem]:
-    """What the schema knows and the engine of this version does not do."""
-    asked = {
-        "launch.start": (config.launch.start, config.launch.start == "gate", "warm"),
-        "launch.low_memory": ("true", config.launch.low_memory, "false"),
-        "launch.memory_limit_gb": (config.launch.memory_limit_gb, config.launch.memory_limit_gb is not None, "null"),
-    }
-    return [
-        Problem(
-            codes.NOT_AVAILABLE_YET,
-            key,
-            f"{key}={value} is not available in this version",
-            f"set it to {instead}",
-        )
-        for key, (value, is_asked, instead) in asked.items()
-        if is_asked
     ]

@@ -263,9 +263,10 @@ def _explain_signal(
     pid = rank.exit.pid if rank.exit is not None else rank.pid
     if number == signal.SIGKILL:
         kills = [r for r in evidence.said("oom") if r.get("pid") in (None, 0, pid)]
-        by_limit = next((k for k in kills if k.get("source") == "cgroup"), None)
+        by_limit = next((k for k in kills if k.get("source") in ("cgroup", "limit")), None)
         if by_limit is not None:
-            title = f"rank {rank.rank} was killed by its cgroup's memory limit"
+            whose = "its cgroup's memory limit" if by_limit.get("source") == "cgroup" else "launch.memory_limit_gb"
+            title = f"rank {rank.rank} was killed by {whose}"
             return "MC305", title, [f"observed: {by_limit.get('detail')}", *memory], rank.last_site()
         if kills:
             title = f"rank {rank.rank} was killed by the kernel's OOM killer"

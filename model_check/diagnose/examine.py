@@ -21,7 +21,7 @@ from model_check.diagnose.numerics import explains_failure, numerics_findings
 from model_check.diagnose.reading import Reader
 from model_check.diagnose.silent import drift_findings, name_token_ids, same_batch_findings
 from model_check.diagnose.slow import slow_findings
-from model_check.diagnose.start import start_findings
+from model_check.diagnose.start import start_findings, with_start
 from model_check.diagnose.waits import find_waits
 from model_check.diagnose.warnings_training import training_warnings
 from model_check.rundir import Finding, RunDir, Verdict
@@ -105,7 +105,8 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     # What is only out of line says nothing new beside numbers that are not finite, or a job that has ended.
     quiet = [] if numerics else drift_findings(evidence)
     quiet += [] if numerics or causes else [*same_batch_findings(evidence), *training_warnings(evidence)]
-    found = [*numerics, *name_token_ids(evidence, causes), *start_findings(evidence), *slow, *quiet]
+    causes = with_start(evidence, name_token_ids(evidence, causes))
+    found = [*numerics, *causes, *start_findings(evidence), *slow, *quiet]
     found += retry_findings(evidence)
     # A start that took long is over: what slows the job down now comes first.
     return sorted(found, key=lambda f: (_SEVERITY[f.severity], f.code == "MC101", _CERTAINTY[f.certainty]))

@@ -15,6 +15,7 @@ from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
+from model_check.rundir.start_marks import last_passed, who_is_where
 
 IMPORT_STORM_S = 8.0
 IMPORT_STORM_RANKS = 3
@@ -29,6 +30,15 @@ def start_findings(evidence: Evidence) -> list[Finding]:
     found.append(_everywhere(evidence, "hub", "MC108", "downloads from the hub on every rank"))
     found.append(_everywhere(evidence, "tracker", "MC109", "starts the experiment tracker on every rank"))
     return [finding for finding in found if finding is not None]
+
+
+def with_start(evidence: Evidence, causes: list[Finding]) -> list[Finding]:
+    """Where the start stopped belongs to whatever stopped it: who is where, by the checkpoints the ranks passed."""
+    standing = {rank.rank: passed for rank in evidence.ranks.values() if (passed := last_passed(rank.events))}
+    sentence = who_is_where(standing, evidence.now)
+    if causes and sentence is not None:
+        causes[0].evidence.append(f"observed: {sentence}")
+    return causes
 
 
 def _identity(rank: RankEvidence) -> dict[str, str]:

@@ -138,7 +138,7 @@ class DDPTrainer:
         result = TrainResult()
         if profile:
             result.trace_dir = RunDir.create().root / "profile"
-        with profiled(result.trace_dir) as step_done:
+        with profiled(result.trace_dir, self.place.rank) as step_done:
 
             def on_step(info: StepInfo) -> None:
                 result.steps.append(info)

@@ -30,12 +30,14 @@ from model_check.engine.memory_retry import RetryingPasses, check_can_retry
 from model_check.engine.optimizer import build_optimizer
 from model_check.engine.passes import Passes
 from model_check.engine.place import Place
+from model_check.engine.profile import named_waits
 from model_check.engine.saving import Saving
 from model_check.engine.schedule import rate_factor
 from model_check.engine.step import TrainStep
 from model_check.errors import CheckpointError, NumericsError, UsageError
 from model_check.models import Llama
 from model_check.observe.instrument.spans import span
+from model_check.observe.start_marks import MARKS
 from model_check.plan.flops import count_flops_per_token
 from model_check.plan.layout import Layout, data_rank
 from model_check.plan.peaks import peak_flops
@@ -141,6 +143,20 @@ def open_loader(config: Config, place: Place, cache: PackedCache) -> BatchLoader
     )
 
 
+@dataclass(frozen=True)
+class Built:
+    """What a rank trains, before it has data."""
+
+    config: Config
+    place: Place
+    layout: Layout
+    bare_model: nn.Module
+    train_step: TrainStep
+
+    def with_data(self, loader: Batches, held_out: PackedCache | None) -> Session:
+        return Session(self.config, self.place, self.layout, self.bare_model, self.train_step, loader, held_out)
+
+
 def assemble(
     config: Config,
     place: Place,
@@ -150,6 +166,11 @@ def assemble(
     held_out: PackedCache | None = None,
 ) -> Session:
     """Builds what the loop needs. A model that is passed in is trained as it is."""
+    return build(config, place, model).with_data(loader, held_out)
+
+
+def build(config: Config, place: Place, model: nn.Module | None = None) -> Built:
+    """The model as this rank holds it, its optimizer and its step."""
     training = config.training
     seed_everything(config.system.seed, place.rank)
     with span("model"):
@@ -157,6 +178,7 @@ def assemble(
             arranged = arrange_llama(config, place, load_tokenizer(config.data.tokenizer).vocab_size)
         else:
             arranged = arrange_module(config, place, model)
+        MARKS.passed(5)
         train_step = TrainStep(
             arranged.model,
             build_optimizer(arranged.bare_model, training),
@@ -168,7 +190,8 @@ def assemble(
             losses_in_job=arranged.losses_in_job,
             local_check=arranged.local_check,
         )
-    return Session(config, place, arranged.layout, arranged.bare_model, train_step, loader, held_out)
+    MARKS.passed(6)
+    return Built(config, place, arranged.layout, arranged.bare_model, train_step)
 
 
 def _passes(arranged: Arranged, place: Place, *, oom_retry: bool) -> Passes:
@@ -304,10 +327,11 @@ def _loop(
     def saves_after(step: int) -> bool:
         return saving is not None and saving.is_due(step)
 
+    batches = on_device(session.loader, session.place.device, context_cut(config, session.place.rank))
     return Loop(
         _plan(session, max_steps or config.training.max_steps),
         session.train_step,
-        on_device(session.loader, session.place.device, context_cut(config, session.place.rank)),
+        named_waits(batches) if config.training.profile else batches,
         rate_of=lambda step: (
             config.training.learning_rate
             * rate_factor(

@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from model_check.errors import UsageError
 from model_check.launch.context import RankContext
@@ -54,7 +55,14 @@ class RankCommand(Command):
 
 
 def run_script(
-    script: ForeignScript, *, nproc: int, run_dir: RunDir, supervisor: Supervisor, guard: GuardMode = "observe"
+    script: ForeignScript,
+    *,
+    nproc: int,
+    run_dir: RunDir,
+    supervisor: Supervisor,
+    guard: GuardMode = "observe",
+    start: Literal["cold", "gate"] = "cold",
+    memory_limit_gb: float | None = None,
 ) -> JobResult:
     """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's."""
     script.check()
@@ -69,6 +77,8 @@ def run_script(
             run_dir=run_dir,
             gpus=list_gpus(),
             isolate_gpus=False,
+            start=start,
+            memory_limit_gb=memory_limit_gb,
             hooks=supervisor.hooks(),
             env=env,
         )

@@ -13,9 +13,11 @@ from typing import Any, Literal
 from model_check.errors import LaunchError, UsageError
 from model_check.launch.console import Console, ConsoleOptions
 from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit, describe
+from model_check.launch.gate import plan_gate
 from model_check.launch.gpus import Gpu
 from model_check.launch.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome
 from model_check.launch.journal import Journal
+from model_check.launch.limits import ResidentWatch, check_address_space
 from model_check.launch.logfiles import LogDir
 from model_check.launch.nursery import Nursery
 from model_check.launch.oldlogs import remove_old_logs
@@ -47,7 +49,7 @@ def launch_job(
     run_dir: RunDir,
     gpus: Sequence[Gpu] = (),
     isolate_gpus: bool = True,
-    start: Literal["warm", "cold"] = "warm",
+    start: Literal["warm", "cold", "gate"] = "warm",
     preload_modules: tuple[str, ...] = DEFAULT_PRELOAD,
     max_restarts: int = 0,
     hosts: Hosts | None = None,
@@ -55,27 +57,39 @@ def launch_job(
     hooks: Hooks | None = None,
     console: ConsoleOptions | None = None,
     env: dict[str, str] | None = None,
+    memory_limit_gb: float | None = None,
 ) -> JobResult:
     """Runs `entry(context, payload)`, or a command, on `nproc` ranks of this host and returns when all are gone.
 
     `gpus` empty: CPU ranks. `isolate_gpus`: each rank sees its own GPU only, as cuda:0. `env` goes to every rank.
+    `start`: `warm` forks ranks that have imported everything, `cold` gives each an interpreter of its own, `gate` does
+    that and lets only as many import at once as the host has room for. `memory_limit_gb` ends a rank that takes more.
     """
     if gpus and isolate_gpus and len(gpus) != nproc:
         raise UsageError(f"{nproc} ranks do not fit {len(gpus)} GPUs", remedy="start one rank per GPU")
-    placement = Placement(run_dir, nproc, tuple(gpus), isolate_gpus, hosts or Hosts(), env or {})
+    gate = plan_gate(run_dir, nproc, followed=True) if start == "gate" else None
+    env = {**(gate.variables() if gate is not None else {}), **(env or {})}
+    placement = Placement(run_dir, nproc, tuple(gpus), isolate_gpus, hosts or Hosts(), env)
+    needs_cuda = bool(gpus)
+    # CUDA maps far more than it uses: its ranks are watched, those of the CPU are limited by the kernel.
+    address_space_gb = None if needs_cuda else memory_limit_gb
+    hooks = hooks or Hooks()
+    if needs_cuda and memory_limit_gb is not None:
+        hooks = ResidentWatch(memory_limit_gb).added_to(hooks)
     logs = LogDir.create(run_dir)
     with closing(Journal(run_dir)) as journal:
         if old := remove_old_logs(logs.path.parent):
             journal.write("old_logs_removed", folders=[folder.name for folder in old])
         result = _run(
-            lambda: _open_nursery(entry, payload, start, preload_modules, needs_cuda=bool(gpus)),
+            lambda: _open_nursery(entry, payload, start, preload_modules, needs_cuda, address_space_gb),
             placement,
             journal,
             logs,
             console or ConsoleOptions(),
             max_restarts,
             graces or Graces(),
-            hooks or Hooks(),
+            hooks,
+            gate.lines if gate is not None else None,
         )
         journal.write("job_ended", outcome=result.outcome, exit_code=result.exit_code)
     return result
@@ -90,12 +104,15 @@ def _run(
     max_restarts: int,
     graces: Graces,
     hooks: Hooks,
+    gate_lines: Path | None,
 ) -> JobResult:
     """Opens what a job needs in the order in which it must be closed again: signals, nursery, console."""
     with StopRequest() as stop:
         try:
             nursery, cold_because = open_nursery()
             with closing(nursery), closing(Console(placement.run_dir.metrics, options)) as screen:
+                if gate_lines is not None:
+                    screen.follow("gate", gate_lines)
                 if cold_because:
                     journal.write("cold_start", reason=cold_because)
                     screen.say(f"cold start: {cold_because}")
@@ -108,23 +125,32 @@ def _run(
 
 
 def _open_nursery(
-    entry: Entry | Command, payload: Any, start: str, modules: tuple[str, ...], *, needs_cuda: bool
+    entry: Entry | Command,
+    payload: Any,
+    start: str,
+    modules: tuple[str, ...],
+    needs_cuda: bool,
+    address_space_gb: float | None,
 ) -> tuple[Nursery, str | None]:
     """The nursery for this entry, and the reason if it had to be a cold one against the wish."""
+    if address_space_gb is not None:
+        check_address_space(address_space_gb, forked=False)
     if isinstance(entry, Command):
-        return Nursery(entry), None
-    if start == "cold":
-        return Nursery(ColdFunction.pickle(entry, payload)), None
+        return Nursery(entry, address_space_gb=address_space_gb), None
+    if start != "warm":
+        return Nursery(ColdFunction.pickle(entry, payload), address_space_gb=address_space_gb), None
     preload(modules)
     because = why_not_warm()
     if because is None:
+        if address_space_gb is not None:
+            check_address_space(address_space_gb, forked=True)
         program: Program = WarmFunction(entry, payload)
-        nursery = Nursery(program)
+        nursery = Nursery(program, address_space_gb=address_space_gb)
         if not (needs_cuda and nursery.cuda_spoiled):
             return nursery, None
         nursery.close()
         because = "CUDA was already asked for devices in the launcher"
-    return Nursery(ColdFunction.pickle(entry, payload)), because
+    return Nursery(ColdFunction.pickle(entry, payload), address_space_gb=address_space_gb), because
 
 
 def _supervise(

@@ -12,7 +12,8 @@ _CONTROL = re.compile(
     r"|\x1b[ -/]*[0-~]"
     r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
-_LABELLED = re.compile(r"\[(?:[\w.-]+:)?(?:GPU|CPU)\d+\] ")
+# Lines of our own that say their rank already, in a format that others read by machine.
+_LABELLED = re.compile(r"\[(?:[\w.-]+:)?(?:GPU|CPU)\d+\] |\[Rank \d+\] LOCK: |\[[\d:.]+\]\[\+[\d.]+s\]\[R\d+/\d+\]")
 
 
 def step_line(

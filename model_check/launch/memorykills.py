@@ -84,6 +84,19 @@ def memory_limit(folder: Path) -> int | None:
     return None
 
 
+def memory_in_use(folder: Path) -> int | None:
+    """What the cgroup's processes hold, in bytes, without the file cache that the kernel gives back when asked."""
+    held = next((v for n in ("memory.current", "memory.usage_in_bytes") if (v := _value(folder / n)).isdigit()), None)
+    if held is None:
+        return None
+    cache = 0
+    for line in _value(folder / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file"):
+            cache = int(value)
+    return max(0, int(held) - cache)
+
+
 class KernelLog:
     """New lines of the kernel log since this was opened; empty where the log may not be read."""
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from model_check.errors import LaunchError
 from model_check.launch.context import RankContext
+from model_check.launch.limits import limit_address_space
 from model_check.launch.programs import Program, WarmFunction
 from model_check.launch.ranks import become_rank, finish_interpreter, forget_launcher, prepare_interpreter
 
@@ -87,7 +88,7 @@ class RankEnded:
 class Nursery:
     """The launcher's end: start and signal ranks, and hear of their ends in the order in which they came."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, address_space_gb: float | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         launcher_pid = os.getpid()
         sys.stdout.flush()
@@ -98,7 +99,7 @@ class Nursery:
             pid = os.fork()
         if pid == 0:
             ours.close()
-            _serve(theirs, program, launcher_pid)
+            _serve(theirs, program, launcher_pid, address_space_gb)
         theirs.close()
         self.pid = pid
         self._socket = ours
@@ -149,7 +150,7 @@ class Nursery:
         )
 
 
-def _serve(channel: socket.socket, program: Program, launcher_pid: int) -> NoReturn:
+def _serve(channel: socket.socket, program: Program, launcher_pid: int, address_space_gb: float | None) -> NoReturn:
     """The nursery's whole life."""
     status = 1
     try:
@@ -157,7 +158,7 @@ def _serve(channel: socket.socket, program: Program, launcher_pid: int) -> NoRet
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
-        _NurseryLoop(channel, program, launcher_pid).run()
+        _NurseryLoop(channel, program, launcher_pid, address_space_gb).run()
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -168,8 +169,11 @@ def _serve(channel: socket.socket, program: Program, launcher_pid: int) -> NoRet
 class _NurseryLoop:
     """Waits for requests of the launcher and for the ends of ranks."""
 
-    def __init__(self, channel: socket.socket, program: Program, launcher_pid: int) -> None:
+    def __init__(
+        self, channel: socket.socket, program: Program, launcher_pid: int, address_space_gb: float | None
+    ) -> None:
         self._channel = channel
+        self._address_space_gb = address_space_gb
         self._program = program
         self._launcher_pid = launcher_pid
         self._pids: set[int] = set()
@@ -222,6 +226,8 @@ class _NurseryLoop:
         code = 1
         try:
             become_rank(nursery_pid, self._launcher_pid, request.env, request.log)
+            if self._address_space_gb is not None:
+                limit_address_space(self._address_space_gb)
             self._channel.close()
             os.close(self._wake_read)
             os.close(self._wake_write)

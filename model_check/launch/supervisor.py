@@ -291,8 +291,8 @@ class Supervisor:
             self._examine_now(now)
         if now >= stall.line_due:
             stall.line_due = now + self._limits.say_every_s
-            line = waiting.waiting_line(self._standings(), now)
-            if line is not None:
+            start = waiting.start_line(self._run_dir, self._pids(), now)
+            for line in filter(None, (waiting.waiting_line(self._standings(), now), start)):
                 self._say(line)
 
     def _suspicious(self, quiet: list[_Rank], now: float) -> bool:

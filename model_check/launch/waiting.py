@@ -7,11 +7,12 @@ the rules.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from model_check.rundir import RunDir
 from model_check.rundir.ring import FLAG_ASYNC, RingReading, read_ring
+from model_check.rundir.start_marks import read_standing, who_is_where
 
 WAITING_PHASES = frozenset({"collective", "p2p", "barrier", "init", "store", "gate"})
 # A process that sleeps for minutes in one of these is stuck, even where no other rank waits for it.
@@ -116,6 +117,11 @@ def waiting_line(where: Sequence[Standing], now: float) -> str | None:
     seconds = now - max(s.since for s in waiting)
     who = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {_list(ranks)} in {place}" for place, ranks in places.items())
     return f"every rank has been waiting for another for {seconds:.0f} s: {who}"
+
+
+def start_line(run_dir: RunDir, ranks: Collection[int], now: float) -> str | None:
+    """Where a start that is not over stands, by the checkpoints the ranks have passed; None for any other job."""
+    return who_is_where({rank: passed for rank, passed in read_standing(run_dir).items() if rank in ranks}, now)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

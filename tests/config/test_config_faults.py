@@ -132,7 +132,6 @@ WRONG_VALUES = [
         "fsdp.cpu_offload=true keeps them in shards",
         "set it to bf16",
     ),
-    ({"launch": {"low_memory": True}}, "MC860", "launch.low_memory=true", "set it to false"),
     ({"parallel": {"context": 3}}, "MC857", "training.context_length=512 cannot be cut into the 6", "a multiple of 6"),
     (
         {"parallel": {"context": 2}, "data": {"document_mask": True}},

@@ -178,7 +178,7 @@ def test_killed_by_an_unknown_sender(stage):
     assert f"observed: its last recorded line is {finding.location}" in finding.evidence
 
 
-@pytest.mark.parametrize(("source", "code"), [("kernel", "MC304"), ("cgroup", "MC305")])
+@pytest.mark.parametrize(("source", "code"), [("kernel", "MC304"), ("cgroup", "MC305"), ("limit", "MC305")])
 def test_killed_for_memory(stage, source, code):
     _, b = crashing(stage)
     stage.say("oom", b.t, source=source, pid=b.pid, detail="Killed process")

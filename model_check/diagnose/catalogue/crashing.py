@@ -47,11 +47,15 @@ CRASHING: dict[str, Entry] = {
         "Out of memory: Killed process 4711 (python)",
     ),
     "MC305": Entry(
-        "killed by a cgroup limit",
-        "A rank was killed because its container or job reached its memory limit.",
-        "The limit of the container, pod or Slurm job is lower than what the ranks need.",
-        "The oom_kill counter of the rank's cgroup rose, or the kernel log says Memory cgroup out of memory.",
-        ("raise the limit (docker --memory, resources.limits.memory, --mem)", "fewer loader workers or ranks"),
+        "killed by a memory limit",
+        "A rank was killed because its container, its job or the rank itself reached its memory limit.",
+        "The limit of the container, pod or Slurm job, or launch.memory_limit_gb, is lower than what the ranks need.",
+        "The oom_kill counter of the rank's cgroup rose, the kernel log says Memory cgroup out of memory, or the "
+        "launcher saw the rank hold more than launch.memory_limit_gb.",
+        (
+            "raise the limit (docker --memory, resources.limits.memory, --mem, launch.memory_limit_gb)",
+            "fewer loader workers or ranks",
+        ),
         "memory.max 32 GiB, 4 ranks × 9 GiB",
     ),
     "MC306": Entry(

@@ -23,7 +23,7 @@ NUMERICS: dict[str, Entry] = {
     ),
     "MC402": Entry(
         "non-finite gradient in the backward pass only",
-        "The loss is finite and the gradient is not: the derivative of an operation has a pole where its value has none.",
+        "The loss is finite and the gradient is not: an operation's derivative has a pole where its value has none.",
         "sqrt, norm or pow at 0 (slope 1/0), log near 0, 0/0 behind a where, a division whose numerator and "
         "denominator vanish together.",
         "The replayed backward pass is watched operation by operation; the first non-finite gradient belongs to a "

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from model_check.observe.instrument import calls, endings, exceptions, handlers, memory, outofmemory, outside
+from model_check.observe.instrument import calls, endings, exceptions, gating, handlers, memory, outofmemory, outside
 from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE, rank_from_environment
 from model_check.observe.instrument.imports import PostImport
 from model_check.observe.instrument.spans import span
@@ -48,6 +48,7 @@ def install(run_dir: Path | str, rank: int | None = None, **identity: Any) -> No
         BOX.open(rank, **identity)
         outside.install()
         memory.mark("start")
+        gating.open_for(rank)
     _install_hooks()
 
 
@@ -101,6 +102,7 @@ def _patches() -> dict[str, Callable[[ModuleType], None]]:
         "torch.autograd": training("patch_autograd"),
         "torch.optim.optimizer": training("patch_optimizer"),
         "torch.amp.grad_scaler": training("patch_scaler"),
+        "torch._inductor.compile_fx": gating.patch_inductor,
     }
 
 

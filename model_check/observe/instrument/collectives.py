@@ -15,6 +15,7 @@ import torch
 
 from model_check.observe.instrument.box import BOX, DTYPE, OP, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
+from model_check.observe.instrument.gating import GATE, let_go
 from model_check.observe.instrument.groups import GROUPS, Group
 from model_check.observe.recorder import Recorder
 from model_check.rundir.ring import FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS
@@ -125,6 +126,8 @@ class Issued(NamedTuple):
 
 def begin(recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, peer: int, flags: int) -> Issued:
     """Writes the BEGIN of a collective or a message; its sequence number in the group is counted here."""
+    if GATE.gate is not None:
+        let_go()
     what = _KINDS[phase, op]
     detail = 0
     if phase == "p2p":

@@ -1,7 +1,8 @@
 """Runs a function right after a module has been imported, before anybody can take a name out of it.
 
 The module's own loader does the work and stays its loader: only this one call of `exec_module` is wrapped. Big packages
-also get a span of phase "import", so that a start that takes its time shows what it takes it for.
+also get a span of phase "import", so that a start that takes its time shows what it takes it for, and pass the gate
+where the job has one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from model_check.observe.instrument.box import BOX, SpanKind
+from model_check.observe.instrument.gating import through_the_gate
 
 Patch = Callable[[ModuleType], None]
 _IMPORT = SpanKind("import")
@@ -59,7 +61,7 @@ class PostImport:
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
-            with _import_span(name) if name in self._slow else _nothing():
+            with _heavy_import(name) if name in self._slow else _nothing():
                 execute(module)
             patch = self._patches.get(name)
             if patch is not None:
@@ -91,6 +93,12 @@ def _find_elsewhere(us: PostImport, name: str, path: Sequence[str] | None, targe
         if spec is not None:
             return spec
     return None
+
+
+@contextmanager
+def _heavy_import(name: str) -> Iterator[None]:
+    with through_the_gate(name), _import_span(name):
+        yield
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
-from model_check.observe.instrument import memory, native, outside
+from model_check.observe.instrument import gating, memory, native, outside
 from model_check.observe.instrument.box import BOX, SpanKind, rank_from_environment
 from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.groups import GROUPS
@@ -48,6 +48,7 @@ def _open_as(rank: int) -> None:
         BOX.open(rank)
         outside.install()
         memory.mark("start")
+        gating.open_for(rank)
 
 
 def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +56,7 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        gating.let_go()
         if BOX.run_dir is None or torch.distributed.is_initialized():
             return original(*args, **kwargs)
         try:

@@ -7,9 +7,11 @@ inference, compiled code), writes a record, and passes the same arguments on: re
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,10 +54,15 @@ _OPERATORS = {
 }
 
 
+Listener = Callable[[str, Any, Any, float, Any], None]
+"""Called after a call was handed to its backend: operation, tensor, process group, when it began, what it returned."""
+
+
 class _Registered:
     """The registrations live as long as this object does."""
 
     library: Any = None
+    listeners: ClassVar[tuple[Listener, ...]] = ()
 
 
 def install() -> None:
@@ -70,6 +77,15 @@ def install() -> None:
         if packet is not None:
             library.impl(name, _kernel(packet.default, operator, below, unbox), "BackendSelect", with_keyset=True)
     _Registered.library = library
+
+
+def listen(listener: Listener) -> None:
+    """Tells the listener of every call from now on, whether or not this process is recorded."""
+    _Registered.listeners = (*_Registered.listeners, listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    _Registered.listeners = tuple(known for known in _Registered.listeners if known != listener)
 
 
 def uninstall() -> None:
@@ -90,6 +106,20 @@ def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any],
     redispatch = target._handle.redispatch_boxed  # what `target.redispatch` calls, without a frame of its own
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _Registered.listeners:
+            return record(keyset, args, kwargs)
+        began = time.perf_counter()
+        result = record(keyset, args, kwargs)
+        tensor = None if tensor_at is None else args[tensor_at]
+        for listener in _Registered.listeners:
+            try:
+                listener(op, tensor, unbox(args[group_at]), began, result)
+            except Exception as error:
+                stop_listening(listener)
+                warnings.warn(f"a listener to collectives was dropped: {error!r}", RuntimeWarning, stacklevel=2)
+        return result
+
+    def record(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = BOX.recorder
         if recorder is None or BOX.thread.depth:
             return redispatch(keyset & below, *args, **kwargs)

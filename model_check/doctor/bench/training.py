@@ -1,0 +1,67 @@
+"""How fast training is here: the real trainer for a few steps, read from its own metrics."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model_check.doctor.jobs import finished_job, scratch_folder
+from model_check.doctor.settings import Settings
+from model_check.errors import LaunchError
+
+QUIET = ("checkpoint.interval=0", "logging.tensorboard=false", "logging.wandb=false", "training.eval_interval=0")
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Medians over the steps that count. `mfu` is None where the peak of the device is not known."""
+
+    steps: int
+    tokens_per_s: float
+    step_s: float
+    data_wait_s: float
+    memory_gib: float | None
+    mfu: float | None
+    final_loss: float
+
+
+def measure_training(settings: Settings, arguments: Sequence[str], steps: int, limit_s: float) -> Throughput:
+    """`model-check train ARGUMENTS` for that many steps; the first quarter warms up and is not counted."""
+    sets = [word for value in QUIET for word in ("--set", value)]
+    with (
+        scratch_folder() as folder,
+        finished_job(
+            settings.train,
+            [*arguments, *sets, "--max-steps", str(steps)],
+            folder,
+            limit_s=limit_s,
+            environ=settings.environ,
+        ) as job,
+    ):
+        if job.problem:
+            raise LaunchError(
+                f"the measured run failed: {job.problem}", remedy="model-check train shows the whole story"
+            )
+        records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return summarised(records)
+
+
+def summarised(records: Sequence[dict[str, Any]]) -> Throughput:
+    counted = records[len(records) // 4 :]
+
+    def median(key: str) -> float | None:
+        values = [record[key] for record in counted if record.get(key) is not None]
+        return statistics.median(values) if values else None
+
+    return Throughput(
+        steps=len(counted),
+        tokens_per_s=median("tokens_per_s") or 0.0,
+        step_s=median("step_s") or 0.0,
+        data_wait_s=median("data_wait_s") or 0.0,
+        memory_gib=median("memory_gib"),
+        mfu=median("mfu"),
+        final_loss=records[-1]["loss"],
+    )

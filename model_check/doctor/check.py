@@ -1,0 +1,48 @@
+"""What a check says: one name, one status, one sentence, and what to do where it is not well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One answer. `fix` is empty where there is nothing to do."""
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return {"name": self.name, "status": self.status, "detail": self.detail, "fix": self.fix}
+
+
+def passed(name: str, detail: str) -> Check:
+    return Check(name, "ok", detail)
+
+
+def warned(name: str, detail: str, fix: str) -> Check:
+    """Training works, though not as well as it could, or not in every case."""
+    return Check(name, "warn", detail, fix)
+
+
+def failed(name: str, detail: str, fix: str) -> Check:
+    """Training does not work here until this is mended."""
+    return Check(name, "fail", detail, fix)
+
+
+def skipped(name: str, why: str) -> Check:
+    return Check(name, "skip", why)
+
+
+def gib(size: float) -> str:
+    """A size in the unit a person would use."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if size >= factor:
+            amount = size / factor
+            return f"{amount:.0f} {unit}" if amount >= 100 or amount == int(amount) else f"{amount:.1f} {unit}"
+    return f"{size / 2**10:.0f} KiB"

@@ -1,0 +1,126 @@
+"""The host's own limits: memory, open files, locked memory, /dev/shm, the clock."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from model_check.doctor.check import Check, failed, gib, passed, warned
+from model_check.doctor.settings import Limits, Settings
+from model_check.launch.memorykills import memory_cgroups, memory_limit
+
+
+def check_host(settings: Settings) -> Iterator[Check]:
+    limits = settings.limits
+    cores = len(os.sched_getaffinity(0))
+    yield judge_memory(psutil.virtual_memory().available, _container_limit(), cores, limits)
+    yield check_open_files(limits)
+    yield check_processes(limits)
+    yield check_locked_memory(limits, settings.places.infiniband)
+    yield check_shared_memory(settings.places.shared_memory, limits)
+    yield judge_clock(time.time(), _newest_change(settings.places.newest_file), _kernel_says_synchronised(), limits)
+
+
+def _container_limit() -> int | None:
+    """What is left of the tightest memory limit around this process."""
+    limits = [limit for folder in memory_cgroups(os.getpid()) if (limit := memory_limit(folder)) is not None]
+    return min(limits, default=None)
+
+
+def judge_memory(available: int, container: int | None, cores: int, limits: Limits) -> Check:
+    usable = min(available, container) if container else available
+    detail = f"{gib(usable)} of memory, {cores} core{'s' if cores != 1 else ''}"
+    if container and container < available:
+        detail += f" (the container's limit; the host has {gib(available)} free)"
+    fix = "stop other jobs, raise the container's memory limit, or use --preset debug"
+    if usable < limits.memory_fail:
+        return failed("memory", f"{detail}; importing torch alone takes 0.3 GiB a rank", fix)
+    if usable < limits.memory_warn:
+        return warned("memory", detail, fix)
+    return passed("memory", detail)
+
+
+def check_open_files(limits: Limits) -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = "any number" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    detail = f"{allowed} open files per process (ulimit -n)"
+    fix = f"ulimit -n {max(limits.open_files_warn, 65536)}, or docker run --ulimit nofile=65536"
+    if soft != resource.RLIM_INFINITY and soft < limits.open_files_fail:
+        return failed("open files", f"{detail}: sockets and loader workers need more", fix)
+    if soft != resource.RLIM_INFINITY and soft < limits.open_files_warn:
+        return warned("open files", detail, fix)
+    return passed("open files", detail)
+
+
+def check_processes(limits: Limits) -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY and soft < limits.processes_warn:
+        fix = f"ulimit -u {max(limits.processes_warn, 65536)}: threads of all your processes count"
+        return warned("processes", f"{soft:,} processes and threads per user (ulimit -u)", fix)
+    allowed = "any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    return passed("processes", f"{allowed} processes and threads per user (ulimit -u)")
+
+
+def check_locked_memory(limits: Limits, infiniband: Path) -> Check:
+    """InfiniBand pins its buffers; NCCL fails with 'unhandled system error' where it may not."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    detail = f"{'any amount' if unlimited else gib(soft)} may be locked (ulimit -l)"
+    adapters = sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else []
+    if not adapters:
+        return passed("locked memory", f"{detail}; no InfiniBand adapter needs it")
+    if not unlimited and soft < limits.locked_memory_warn:
+        fix = "ulimit -l unlimited, docker run --ulimit memlock=-1, or NCCL_IB_DISABLE=1 to do without InfiniBand"
+        return warned("locked memory", f"{detail}, and {', '.join(adapters)} must lock its buffers", fix)
+    return passed("locked memory", f"{detail}, for {', '.join(adapters)}")
+
+
+def check_shared_memory(folder: Path, limits: Limits) -> Check:
+    """NCCL's buffers between the ranks of a host and the batches of loader workers lie there."""
+    name = "shared memory"
+    fix = "docker run --shm-size=8g (or --ipc=host); elsewhere mount -o remount,size=8G /dev/shm"
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        return failed(name, f"{folder}: {error.strerror}", fix)
+    free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    detail = f"{gib(free)} free of {gib(whole)} in {folder}"
+    if not os.access(folder, os.W_OK):
+        return failed(name, f"{folder} cannot be written to", "mount it with mode 1777")
+    if free < limits.shared_memory_fail:
+        return failed(name, f"{detail}: ranks and loader workers die with a bus error", fix)
+    if free < limits.shared_memory_warn:
+        return warned(name, detail, fix)
+    return passed(name, detail)
+
+
+def _newest_change(path: Path) -> float:
+    """When the environment was last installed into: a moment that lies in the past."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _kernel_says_synchronised() -> bool | None:
+    """What the kernel knows of a time daemon; None where it may not be asked."""
+    buffer = (ctypes.c_long * 64)()  # struct timex with modes 0: only reads
+    state: int = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(buffer))
+    return None if state < 0 else state != 5
+
+
+def judge_clock(now: float, newest: float, synchronised: bool | None, limits: Limits) -> Check:
+    """Certificates, checkpoints 'by newest' and logs of several hosts need a clock that is roughly right."""
+    shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    fix = "set it: timedatectl set-ntp true, or ntpdate; a container takes its host's clock"
+    if newest - now > limits.clock_skew_fail_s:
+        behind = newest - now
+        return failed("clock", f"{shown} lies {behind:,.0f} s before the last installation of packages here", fix)
+    state = {True: "kept by a time daemon", False: "no time daemon keeps it", None: "whether it is kept is not known"}
+    return passed("clock", f"{shown}, {state[synchronised]}")

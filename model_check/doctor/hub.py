@@ -1,0 +1,121 @@
+"""Stage hub: does the hub answer, does it know the token, and do its clock and ours agree. Each within two seconds."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TooLate
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_check.data.hub import reachable
+from model_check.doctor.check import Check, failed, passed, skipped, warned
+from model_check.doctor.settings import Limits, Settings
+
+_WHO = "/api/whoami-v2"
+_LOCAL = "data.dataset=synthetic or local files, data.tokenizer=builtin and model.init=random need no hub"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back: a status (None: nothing came), the server's time, and who the token belongs to."""
+
+    status: int | None
+    at: float | None = None
+    user: str | None = None
+
+
+def check_hub(settings: Settings) -> Iterator[Check]:
+    endpoint = settings.environ.get("HF_ENDPOINT", settings.places.hub).rstrip("/")
+    limits = settings.limits
+    if settings.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        yield skipped("hub", f"HF_HUB_OFFLINE is set; {_LOCAL}")
+        return
+    if not reachable(endpoint, limits.answer_s):
+        fix = f"connect this machine (HTTPS_PROXY, HF_ENDPOINT); {_LOCAL}"
+        yield warned("hub", f"{endpoint} does not answer within {limits.answer_s:g} s", fix)
+        yield skipped("hub token", "only the hub knows whether it is valid")
+        return
+    token = find_token(settings.environ)
+    reply = _ask_who(endpoint, token, limits.answer_s)
+    if reply.status is None:
+        yield warned("hub", f"{endpoint} accepts connections and sends nothing within {limits.answer_s:g} s", _LOCAL)
+        return
+    yield passed("hub", f"{endpoint} answers")
+    yield judge_token(reply, token is not None)
+    if reply.at is not None:
+        yield judge_skew(time.time() - reply.at, limits)
+
+
+def find_token(environ: Mapping[str, str]) -> str | None:
+    """Where the hub's own library looks: two variables, then the file that `hf auth login` writes."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if environ.get(name, "").strip():
+            return environ[name].strip()
+    caches = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")) / ".cache")
+    home = Path(environ.get("HF_HOME") or caches / "huggingface")
+    try:
+        return Path(environ.get("HF_TOKEN_PATH") or home / "token").expanduser().read_text().strip() or None
+    except (OSError, UnicodeError):
+        return None
+
+
+def _ask_who(endpoint: str, token: str | None, limit_s: float) -> Reply:
+    """On a thread, since a server that trickles bytes would outlast any socket timeout."""
+    pool = ThreadPoolExecutor(max_workers=1)
+    try:
+        return pool.submit(_request, endpoint, token, limit_s).result(limit_s)
+    except TooLate:
+        return Reply(None)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _request(endpoint: str, token: str | None, limit_s: float) -> Reply:
+    try:
+        request = urllib.request.Request(endpoint + _WHO)
+        if token:
+            # Not followed to another host: urllib drops unredirected headers there.
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        with urllib.request.urlopen(request, timeout=limit_s) as response:
+            user = json.loads(response.read(1 << 20)).get("name")
+            return Reply(response.status, _date(response.headers.get("Date")), user)
+    except urllib.error.HTTPError as error:
+        return Reply(error.code, _date(error.headers.get("Date")))
+    except (OSError, ValueError, AttributeError):
+        return Reply(None)
+
+
+def _date(header: str | None) -> float | None:
+    try:
+        return email.utils.parsedate_to_datetime(header or "").timestamp()
+    except (TypeError, ValueError):
+        return None
+
+
+def judge_token(reply: Reply, given: bool) -> Check:
+    name = "hub token"
+    make = "make one that may read at huggingface.co/settings/tokens, then export HF_TOKEN=…"
+    if not given:
+        return warned(name, "no HF_TOKEN: gated models and datasets cannot be fetched", make)
+    if reply.status == 200:
+        return passed(name, f"HF_TOKEN belongs to {reply.user}" if reply.user else "HF_TOKEN is accepted")
+    if reply.status in (401, 403):
+        return failed(name, f"the hub refuses HF_TOKEN (HTTP {reply.status}): expired, revoked or mistyped", make)
+    return warned(name, f"the hub answered HTTP {reply.status} to the question whose it is", "try again later")
+
+
+def judge_skew(skew: float, limits: Limits) -> Check:
+    name = "clock beside the hub"
+    fix = "set it: timedatectl set-ntp true, or ntpdate; a container takes its host's clock"
+    detail = f"{abs(skew):,.0f} s {'ahead of' if skew > 0 else 'behind'} the hub's"
+    if abs(skew) > limits.clock_skew_fail_s:
+        return failed(name, f"{detail}: certificates and tokens are refused", fix)
+    if abs(skew) > limits.clock_skew_warn_s:
+        return warned(name, detail, fix)
+    return passed(name, "they agree within seconds")

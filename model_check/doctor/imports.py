@@ -1,0 +1,89 @@
+"""Stage imports: every package in an interpreter of its own, with its seconds and its memory, the worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from model_check.doctor.check import Check, failed, passed, skipped, warned
+from model_check.doctor.probe import Answer, ask
+from model_check.doctor.settings import Limits, Settings
+from model_check.observe.environment import package_versions
+
+
+@dataclass(frozen=True)
+class Package:
+    """A module, the distribution that brings it, and whether training needs it."""
+
+    module: str
+    distribution: str
+    needed: bool = True
+
+
+PACKAGES = (
+    Package("torch", "torch"),
+    Package("numpy", "numpy"),
+    Package("pydantic", "pydantic"),
+    Package("yaml", "PyYAML"),
+    Package("typer", "typer"),
+    Package("rich", "rich"),
+    Package("psutil", "psutil"),
+    Package("pynvml", "nvidia-ml-py"),
+    Package("tokenizers", "tokenizers"),
+    Package("huggingface_hub", "huggingface_hub"),
+    Package("datasets", "datasets"),
+    Package("pyarrow", "pyarrow"),
+    Package("safetensors", "safetensors"),
+    Package("xxhash", "xxhash"),
+    Package("filelock", "filelock"),
+    Package("tensorboard", "tensorboard"),
+    Package("model_check.cli.rank", "model-check"),
+    Package("transformers", "transformers", needed=False),
+    Package("wandb", "wandb", needed=False),
+    Package("triton", "triton", needed=False),
+    Package("flash_attn", "flash-attn", needed=False),
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an import took; a package that fails is worse than any that is slow."""
+
+    check: Check
+    seconds: float
+
+
+def check_imports(settings: Settings, packages: tuple[Package, ...] = PACKAGES) -> Iterator[Check]:
+    costs = [_try(package, settings) for package in packages]
+    order = {"fail": 0, "warn": 1, "ok": 2, "skip": 3}
+    for cost in sorted(costs, key=lambda cost: (order[cost.check.status], -cost.seconds)):
+        yield cost.check
+
+
+def _try(package: Package, settings: Settings) -> Cost:
+    limits = settings.limits
+    answer = ask("import_one", package.module, limit_s=limits.import_limit_s, environ=settings.environ)
+    return Cost(judge_import(package, answer, limits), answer.value.get("seconds", answer.seconds))
+
+
+def judge_import(package: Package, answer: Answer, limits: Limits) -> Check:
+    name = f"import {package.module}"
+    version = package_versions([package.distribution])[package.distribution]
+    reinstall = f"pip install --force-reinstall {package.distribution}"
+    broken = failed if package.needed else warned
+    if answer.problem:
+        return broken(
+            name, answer.problem, f"{reinstall}; run it by hand: python -X faulthandler -c 'import {package.module}'"
+        )
+    if answer.value.get("missing"):
+        if not package.needed:
+            return skipped(name, "not installed, and not needed")
+        return failed(name, "not installed", "bash run.sh installs it, or pip install -r requirements.txt")
+    if "error" in answer.value:
+        return broken(name, f"{answer.value['error']} ({answer.value['line']})", reinstall)
+    seconds, size = answer.value["seconds"], answer.value["bytes"] / 2**20
+    detail = f"{seconds:5.2f} s {size:5.0f} MiB" + (f"   {version}" if version else "")
+    if seconds > limits.import_warn_s:
+        fix = "put the environment on a local disk; a network file system is slow for many small files"
+        return warned(name, detail, fix)
+    return passed(name, detail)

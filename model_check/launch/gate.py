@@ -1,0 +1,46 @@
+"""How many ranks of this host may import at once, where ranks are not warm-started.
+
+A warm start imports once for all ranks and needs no gate. Ranks that are interpreters of their own import at the same
+moment: their peaks of memory add up and they share the cores.
+"""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+from model_check.launch.memorykills import memory_cgroups, memory_in_use, memory_limit
+from model_check.observe.gate import GatePlan
+from model_check.rundir import RunDir
+
+# What a rank may need until its imports are done: torch with CUDA libraries, transformers and datasets, with room.
+IMPORT_NEED_BYTES = 1 << 30
+_FREE_MEMORY_SHARE = 0.8
+
+
+def plan_gate(run_dir: RunDir, nproc: int, *, followed: bool = False) -> GatePlan:
+    """The gate of a job on this host. `followed`: the launcher shows its lines, so ranks leave them in a file."""
+    slots = slot_count(
+        nproc,
+        free_bytes=free_memory(),
+        cores=len(os.sched_getaffinity(0)),
+        need_bytes=IMPORT_NEED_BYTES,
+    )
+    return GatePlan.in_run_dir(run_dir.root, slots, followed=followed)
+
+
+def slot_count(nproc: int, *, free_bytes: int, cores: int, need_bytes: int) -> int:
+    """As many as the free memory holds, and one for every two cores; at least one."""
+    fit = int(free_bytes * _FREE_MEMORY_SHARE) // need_bytes
+    return max(1, min(nproc, fit, cores // 2))
+
+
+def free_memory() -> int:
+    """What this process and its children may still take: of the machine, and of every cgroup limit above them."""
+    free = psutil.virtual_memory().available
+    for folder in memory_cgroups(os.getpid()):
+        limit, used = memory_limit(folder), memory_in_use(folder)
+        if limit is not None and used is not None:
+            free = min(free, max(0, limit - used))
+    return free

@@ -1,0 +1,165 @@
+"""The gate: at most K ranks of a host do heavy work (imports, compilations) at once. Imports nothing heavy itself.
+
+A slot is a file under `fcntl.flock`: the kernel gives it back when its holder dies, whatever killed it. A rank holds a
+slot only while it imports or compiles, which waits for no other rank, and lets go at the latest when it joins a process
+group or starts a collective; so nobody who waits at the gate is waited for by somebody who holds it. A holder that is
+stopped is no reason to wait forever: after `patience_s` a rank goes on without a slot, and says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER_VARIABLE = "MODEL_CHECK_GATE_DIR"
+SLOTS_VARIABLE = "MODEL_CHECK_GATE_SLOTS"
+PATIENCE_VARIABLE = "MODEL_CHECK_GATE_PATIENCE_S"
+LINES_VARIABLE = "MODEL_CHECK_GATE_LINES"
+DEFAULT_PATIENCE_S = 120.0
+_LOOK_AGAIN_S = 0.02
+
+
+@dataclass(frozen=True)
+class GatePlan:
+    """Where the slots are, how many, how long a rank waits for one, and where it says so (None: standard error).
+
+    One file for all ranks keeps their lines in the order in which things happened.
+    """
+
+    folder: Path
+    slots: int
+    patience_s: float = DEFAULT_PATIENCE_S
+    lines: Path | None = None
+
+    @classmethod
+    def in_run_dir(cls, root: Path, slots: int, *, followed: bool = False) -> GatePlan:
+        """The gate of this host: hosts that share the run directory do not share their memory."""
+        folder = root / "gate" / os.uname().nodename
+        return cls(folder, slots, lines=folder / "lines.log" if followed else None)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> GatePlan | None:
+        """What `variables` said, in a process that the launcher started; None where there is no gate."""
+        folder, slots = environ.get(FOLDER_VARIABLE), environ.get(SLOTS_VARIABLE, "")
+        if not folder or not slots.isdigit() or int(slots) < 1:
+            return None
+        patience_s = float(environ.get(PATIENCE_VARIABLE, DEFAULT_PATIENCE_S))
+        lines = environ.get(LINES_VARIABLE)
+        return cls(Path(folder), int(slots), patience_s, Path(lines) if lines else None)
+
+    def variables(self) -> dict[str, str]:
+        """For the environment of every rank."""
+        return {
+            FOLDER_VARIABLE: str(self.folder),
+            SLOTS_VARIABLE: str(self.slots),
+            PATIENCE_VARIABLE: str(self.patience_s),
+            **({LINES_VARIABLE: str(self.lines)} if self.lines is not None else {}),
+        }
+
+
+class Gate:
+    """One rank's way through the gate. Passing again while inside is free; other threads of the rank go along."""
+
+    def __init__(self, plan: GatePlan, rank: int) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._depth = 0
+        self._fd = -1
+        self._lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._forget)
+
+    @property
+    def held(self) -> bool:
+        return self._fd >= 0
+
+    def enter(self) -> None:
+        """Waits for a slot; returns without one when patience ends, or where files cannot be locked."""
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1:
+                return
+            try:
+                self._acquire()
+            except OSError as error:
+                self._line(f"not used, {self._plan.folder} cannot be locked ({error.strerror}); going on")
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth = max(0, self._depth - 1)
+            if self._depth == 0:
+                self.release()
+
+    def release(self) -> None:
+        """Gives the slot back now, however deep the caller is: what comes next may wait for other ranks."""
+        with self._lock:
+            if self._fd >= 0:
+                self._line("released")  # before it is true, so that nobody's "acquired" can come first
+                os.close(self._fd)
+                self._fd = -1
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def _acquire(self) -> None:
+        self._plan.folder.mkdir(parents=True, exist_ok=True)
+        if not self._try_all():
+            self._line("waiting for exclusive access...")
+            deadline = time.monotonic() + self._plan.patience_s
+            while not self._try_all():
+                if time.monotonic() > deadline:
+                    self._line(f"no slot became free in {self._plan.patience_s:g} s; going on without one")
+                    return
+                time.sleep(_LOOK_AGAIN_S)
+        self._line("acquired! Starting initialization...")
+
+    def _try_all(self) -> bool:
+        for number in range(self._plan.slots):
+            # Not inherited by what the rank executes: a lock lives as long as its last descriptor.
+            fd = os.open(self._plan.folder / f"slot-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            except OSError:
+                os.close(fd)
+                raise
+            self._fd = fd
+            return True
+        return False
+
+    def _forget(self) -> None:
+        """A forked child shares the lock: closing its copy leaves it with the parent alone."""
+        self._lock = threading.RLock()
+        self._depth = 0
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _line(self, text: str) -> None:
+        line = f"[Rank {self._rank}] LOCK: {text}\n"
+        if self._plan.lines is None or not _append(self._plan.lines, line):
+            sys.stderr.write(line)  # in one write: under a foreign launcher all ranks share one stream
+            sys.stderr.flush()
+
+
+def _append(path: Path, line: str) -> bool:
+    """Whether the line is in the file: a full disk must not keep a rank from its imports."""
+    try:
+        with path.open("ab", buffering=0) as file:
+            file.write(line.encode())
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,164 @@
+"""`model-check doctor` as a user calls it: the table, the JSON, the exit code, the doors of the guides."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from model_check.cli.doctor import stage_table, summary
+from model_check.cli.main import main
+from model_check.doctor import STAGES, Check, chosen_stages
+from model_check.errors import UsageError
+from tests.conftest import ROOT, Shell
+
+CHECKS = [
+    Check("memory", "ok", "21.8 GiB of memory, 2 cores"),
+    Check("shared memory", "fail", "64 MiB free of 64 MiB in /dev/shm " * 3, "docker run --shm-size=8g"),
+    Check("hub", "warn", "does not answer", "connect this machine"),
+    Check("nccl", "skip", "torch has no NCCL"),
+]
+
+
+def run_doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["doctor", *arguments])
+    return int(stopped.value.code or 0), capsys.readouterr().out
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+@pytest.mark.usefixtures("offline")
+def test_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run_doctor(capsys, "--only", "disk,hub,data", "--json")
+    checks = json.loads(out)["checks"]
+    assert code == 0, checks
+    assert all(set(check) == {"name", "status", "detail", "fix"} for check in checks)
+    assert {check["status"] for check in checks} <= {"ok", "warn", "fail", "skip"}
+    names = [check["name"] for check in checks]
+    assert len(names) == len(set(names)) and names.index("checkpoint folder") < names.index("hub")
+    assert all(check["fix"] for check in checks if check["status"] in ("warn", "fail"))
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_failure_is_exit_code_1_and_shown_with_its_remedy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    code, out = run_doctor(capsys, "--only", "disk", "--set", "checkpoint.dir=taken/below")
+    assert code == 1
+    assert re.search(r"✗ checkpoint folder +\S*/taken is a file\s", out)
+    assert "→ move it away, or set checkpoint.dir to another disk" in out
+    assert out.splitlines()[-1].startswith("not ready: ")
+
+
+@pytest.mark.usefixtures("offline")
+def test_warnings_are_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run_doctor(capsys, "--only", "hub")
+    assert code == 0
+    assert "! hub" in out and out.splitlines()[-1].startswith("ready, with warnings: 0 well, 1 warning, 1 skipped, in")
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_keeps_to_its_width(width: int) -> None:
+    console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
+    console.print(stage_table(CHECKS))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    assert [line[2] for line in lines if line[2] != " "] == ["✓", "✗", "!", "–"]
+    assert {line.index("→") for line in lines if "→" in line} == {27}, "remedies stand below their sentence"
+
+
+def test_the_summary_counts() -> None:
+    assert summary(CHECKS, 12.3) == "not ready: 1 well, 1 warning, 1 failed, 1 skipped, in 12 s"
+    assert summary(CHECKS[:1], 1.0) == "ready: 1 well, in 1 s"
+
+
+def test_stages_are_chosen_by_name_and_keep_their_order() -> None:
+    assert chosen_stages(None) == list(STAGES)
+    assert list(STAGES) == ["basic", "imports", "gpu", "train", "ranks", "comm", "disk", "hub", "data"]
+    assert chosen_stages("data, Basic") == ["basic", "data"]
+    with pytest.raises(UsageError, match="did you mean imports"):
+        chosen_stages("basic,import")
+    with pytest.raises(UsageError, match="names no stage"):
+        chosen_stages(",")
+
+
+@pytest.mark.slow
+def test_this_machine_can_train(shell: Shell) -> None:
+    """The whole doctor: every stage answers, what needs no particular host is well, nothing is left behind."""
+    done = shell.model_check("doctor", "--json", HF_ENDPOINT="http://127.0.0.1:9")
+    checks = {check["name"]: check for check in json.loads(done.out)["checks"]}
+    assert done.code == int(any(check["status"] == "fail" for check in checks.values()))
+    for name in (
+        "python",
+        "torch",
+        "import torch",
+        "loopback",
+        "all-reduce",
+        "reduce-scatter",
+        "file locks",
+        "prepare",
+    ):
+        assert checks[name]["status"] in ("ok", "warn"), checks[name]
+    assert "all-reduce right" in checks["gloo ranks"]["detail"]
+    [training] = [check["detail"] for name, check in checks.items() if name.startswith("train on")]
+    falls = re.search(r"loss (\d\.\d+) → (\d\.\d+) in 12 steps", training)
+    assert falls and float(falls[2]) < float(falls[1]) - 1
+    assert list(shell.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "stages"),
+    [("test_basic.py", "basic"), ("test_imports.py", "imports"), ("test_single_gpu.py", "train")],
+)
+def test_doors_of_the_guides_run_their_stage(tmp_path: Path, script: str, stages: str) -> None:
+    """The door passes its stage to the command: a package that prints its arguments shows what it passes."""
+    (tmp_path / "scripts").mkdir()
+    for name in (script, "doors.py"):
+        (tmp_path / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
+    (tmp_path / "model_check" / "cli").mkdir(parents=True)
+    for package in ("model_check", "model_check/cli"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "model_check" / "cli" / "main.py").write_text("def main(words):\n    print(*words)\n")
+    done = subprocess.run(
+        [sys.executable, tmp_path / "scripts" / script, "--json"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout.split() == ["doctor", "--only", stages, "--json"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ["train --debug"]),
+        ({"RUN_IMPORT_TEST": "1"}, ["doctor --only imports", "train --debug"]),
+        ({"RUN_SINGLE_GPU_TEST": "1"}, ["doctor --only train", "train --debug"]),
+        ({"RUN_IMPORT_TEST": "1", "RUN_SINGLE_GPU_TEST": "1"}, ["doctor --only imports,train", "train --debug"]),
+        ({"RUN_IMPORT_TEST": "0"}, ["train --debug"]),
+        ({"RUN_IMPORT_TEST": "1", "DOCTOR_FAILS": "1"}, ["doctor --only imports"]),
+    ],
+)
+def test_run_sh_tests_first_where_asked(tmp_path: Path, environ: dict[str, str], expected: list[str]) -> None:
+    """A model-check that prints its arguments shows what run.sh calls; where the doctor fails, nothing is trained."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "run.sh").write_text((ROOT / "run.sh").read_text())
+    (tmp_path / "scripts" / "setup.sh").write_text("model_check_setup() { :; }\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    command = tmp_path / ".venv" / "bin" / "model-check"
+    command.write_text('#!/bin/sh\necho "$@"\n[ "$1" != doctor ] || [ -z "$DOCTOR_FAILS" ]\n')
+    command.chmod(0o755)
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("RUN_")}
+    done = subprocess.run(
+        ["bash", tmp_path / "run.sh", "--debug"], env={**plain, **environ}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == expected, done.stderr
+    assert (done.returncode != 0) == ("DOCTOR_FAILS" in environ)

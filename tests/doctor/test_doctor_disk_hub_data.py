@@ -1,0 +1,140 @@
+"""Disks that are full or refuse locks, hubs that refuse tokens, caches that are damaged: each is found and named."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from model_check.data import DataSpec, prepare
+from model_check.doctor import Check, Limits, Places, Settings, examine
+from model_check.doctor.data import check_building, check_caches
+from model_check.doctor.disk import check_locks, check_maps, check_room, check_write_speed
+from model_check.doctor.hub import check_hub, find_token
+from tests.doctor.conftest import TOKEN, Hub, confined
+
+
+def of_hub(hub: Hub, **environ: str) -> dict[str, Check]:
+    address = f"http://127.0.0.1:{hub.server_address[1]}"
+    settings = Settings(environ={"HOME": "/nowhere", "HF_ENDPOINT": address, **environ})
+    return {check.name: check for check in check_hub(settings)}
+
+
+@pytest.mark.parametrize(("size", "status"), [("8m", "fail"), ("2g", "warn")])
+def test_a_disk_without_room(tmp_path: Path, size: str, status: str) -> None:
+    check = confined("room", str(tmp_path), size, unshare="-m")
+    assert check.status == status and str(tmp_path) in check.detail and "elsewhere" in check.fix
+
+
+def test_a_disk_that_fills_up_while_it_is_measured(tmp_path: Path) -> None:
+    check = confined("write-speed", str(tmp_path), "8m", unshare="-m")
+    assert check.status == "fail" and "No space left on device" in check.detail
+
+
+def test_a_slow_disk(tmp_path: Path) -> None:
+    limits = Limits()
+    assert check_write_speed(tmp_path, replace(limits, write_warn_mb_s=0.0)).status == "ok"
+    slow = check_write_speed(tmp_path, replace(limits, write_warn_mb_s=1e9))
+    assert slow.status == "warn" and "MB/s" in slow.detail and "checkpoint.dir" in slow.fix
+
+
+def test_a_folder_that_is_a_file_or_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "is a file" in check_room("x", tmp_path / "file" / "below", Limits(), "move").detail
+    refused = check_room("x", Path("/proc/checkpoints"), Limits(), "move")
+    assert refused.status == "fail" and "cannot be written to" in refused.detail
+
+
+def test_the_doctor_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "yet"
+    settings = Settings(places=Places(checkpoints=folder, cache=folder, outputs=folder))
+    checks = {check.name: check for check in examine("disk", settings)}
+    assert set(checks) == {
+        "checkpoint folder",
+        "write speed",
+        "data cache folder",
+        "file locks",
+        "black box",
+        "log folder",
+    }
+    assert f"to be made in {tmp_path}" in checks["checkpoint folder"].detail
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locks_work_and_are_refused(tmp_path: Path) -> None:
+    assert check_locks(tmp_path, Settings()).status == "ok"
+    refused = confined("locks", str(tmp_path))
+    assert refused.status == "fail" and "No locks available" in refused.detail and "data.cache_dir" in refused.fix
+
+
+def test_no_memory_map_where_there_is_no_file() -> None:
+    check = check_maps(Path("/proc/nothing"))
+    assert check.status == "fail" and "--run-dir" in check.fix
+
+
+def test_a_token_that_the_hub_knows(hub: Hub) -> None:
+    checks = of_hub(hub, HF_TOKEN=TOKEN)
+    assert [check.status for check in checks.values()] == ["ok", "ok", "ok"]
+    assert checks["hub token"].detail == "HF_TOKEN belongs to ada"
+
+
+@pytest.mark.parametrize(("environ", "status"), [({"HF_TOKEN": "hf_wrong_secret"}, "fail"), ({}, "warn")])
+def test_a_token_that_is_wrong_or_missing(hub: Hub, environ: dict[str, str], status: str) -> None:
+    check = of_hub(hub, **environ)["hub token"]
+    assert check.status == status and "export HF_TOKEN" in check.fix
+    assert "hf_wrong_secret" not in check.detail + check.fix
+
+
+def test_the_token_of_the_login_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    assert find_token({"HF_HOME": str(tmp_path)}) == TOKEN
+    assert find_token({"HF_TOKEN_PATH": str(tmp_path / "token"), "HF_HOME": "/nowhere"}) == TOKEN
+    assert find_token({"HF_HOME": "/nowhere"}) is None
+
+
+@pytest.mark.parametrize(("skew", "status"), [(5.0, "ok"), (90.0, "warn"), (-3600.0, "fail"), (3600.0, "fail")])
+def test_a_clock_that_differs_from_the_hubs(hub: Hub, skew: float, status: str) -> None:
+    hub.skew_s = skew
+    check = of_hub(hub)["clock beside the hub"]
+    assert check.status == status
+    if status == "fail":
+        assert ("ahead of" if skew > 0 else "behind") in check.detail
+
+
+def test_an_unreachable_hub_is_a_warning_within_two_seconds() -> None:
+    started = time.monotonic()
+    settings = Settings(environ={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": TOKEN})
+    hub, token = check_hub(settings)
+    assert (hub.status, token.status) == ("warn", "skip")
+    assert "data.dataset=synthetic" in hub.fix
+    assert time.monotonic() - started < 10
+
+
+def test_a_hub_that_accepts_and_says_nothing(hub: Hub) -> None:
+    hub.silent = True
+    address = f"http://127.0.0.1:{hub.server_address[1]}"
+    settings = Settings(environ={"HF_ENDPOINT": address}, limits=Limits(answer_s=0.3))
+    checks = {check.name: check for check in check_hub(settings)}
+    assert checks["hub"].status == "warn" and "sends nothing within 0.3 s" in checks["hub"].detail
+
+
+def test_an_offline_setting_is_respected() -> None:
+    [only] = check_hub(Settings(environ={"HF_HUB_OFFLINE": "1"}))
+    assert only.status == "skip" and "HF_HUB_OFFLINE" in only.detail
+
+
+def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
+    assert check_building().status == "ok"
+    assert "nothing prepared" in check_caches(tmp_path, 1 << 30).detail
+    cache = prepare(DataSpec(samples=50, context_length=64, cache_dir=tmp_path), workers=1).train
+    assert check_caches(tmp_path, 1 << 30).detail.endswith("every block read and right")
+    assert "prepare --verify" in check_caches(tmp_path, 10).detail
+    tokens = cache.folder / "tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    content[100] ^= 1
+    tokens.write_bytes(content)
+    damaged = check_caches(tmp_path, 1 << 30)
+    assert damaged.status == "fail" and "[MC901]" in damaged.detail and "block 0 of tokens.bin" in damaged.detail
+    assert f"rm -r {cache.folder.parent}" in damaged.fix
