@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_jobs import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_jobs import wait_until
 
 from model_check.launch import processes, stacks
 from model_check.launch.exits import ExitWatcher, decode_wait_status
