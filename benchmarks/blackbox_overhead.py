@@ -4,15 +4,17 @@
     python benchmarks/blackbox_overhead.py --device cuda      one rank on a GPU
 
 The script runs blocks of steps; before every other block its ranks switch the black box off: nothing is recorded, and
-the dispatcher's kernels and the wrappers of the hot path are taken out. Neighbouring blocks see the same machine, so
-each pair gives a ratio; the result is the median ratio. CPU time is given too: where other programs share the machine,
-wall time tells more about them.
+the dispatcher's kernels and the wrappers of the hot path are taken out. The first steps after a switch are dropped: the
+interpreter fills its caches again. Neighbouring blocks see the same machine, so each pair gives a ratio; the result is
+the median ratio with its 95 % interval. CPU time is given too: where other programs share the machine, wall time tells
+more about them. At the end each hook is called by itself, with and without us, so that it is known where the time goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import socket
@@ -21,13 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from model_check.observe import inject_path
 from model_check.observe.recorder import PHASE, Put, Recorder
 from model_check.rundir import RunDir
-from model_check.rundir.ring import BEGIN, kind, read_ring
+from model_check.rundir.ring import BEGIN, kind
 
 SCRIPT = """\
 import inspect, json, sys, time
@@ -37,19 +40,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from model_check.observe.instrument import native
+from model_check.observe.instrument import native, training
 from model_check.observe.instrument.box import BOX
 
-device, width, depth, batch, pairs, steps = sys.argv[1], *map(int, sys.argv[2:7])
+device, width, depth, batch, pairs, steps, dropped = sys.argv[1], *map(int, sys.argv[2:8])
 on_gpu = device == "cuda"
 dist.init_process_group("nccl" if on_gpu else "gloo")
 torch.manual_seed(0)
 layers = [(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)) for _ in range(depth)]
 net = DDP(torch.nn.Sequential(*[layer for block in layers for layer in block]).to(device))
 opt = torch.optim.AdamW(net.parameters(), lr=1e-4)
-data = TensorDataset(torch.randn(batch * steps, width))
+data = TensorDataset(torch.randn(batch * (steps + dropped), width))
 recorder = BOX.recorder
 wrapped = [(torch.nn.Module, "__call__"), (torch.autograd, "backward"), (_BaseDataLoaderIter, "__next__")]
+wrapped += [(torch.distributed.distributed_c10d, "all_reduce")]
 wrapped = [(owner, name, getattr(owner, name)) for owner, name in wrapped]
 
 
@@ -72,10 +76,75 @@ def block():
             torch.cuda.synchronize()
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - start_cpu)
-    return sorted(wall)[steps // 2], sorted(cpu)[steps // 2]
+    return sorted(wall[dropped:])[steps // 2], sorted(cpu[dropped:])[steps // 2]
 
 
+def best(call, calls=20, repeats=40):
+    # CPU time of this thread, at best: the rest of the machine only ever adds.
+    seconds = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        for _ in range(calls):
+            call()
+        seconds.append(time.thread_time() - start)
+    return min(seconds) / calls * 1e6
+
+
+def forever():
+    while True:
+        yield one
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return forever()
+
+
+one = torch.ones(8, requires_grad=True)
+nested = torch.nn.Sequential(*[torch.nn.Identity() for _ in range(20)])
+batches = iter(DataLoader(Endless(), batch_size=None))
+message = torch.ones(8, device=device)
+world = dist.distributed_c10d._get_default_group()
+
+
+def outermost_forward():
+    training._NOW.forwards_left = 64
+    nested[0](one)
+
+
+def nested_forward():
+    training._NOW.forwards_left = 64
+    nested(one)
+
+
+HOOKS = {
+    "forward of the outermost module": outermost_forward,
+    "twenty modules inside one": nested_forward,
+    "backward": lambda: torch.autograd.backward(one.sum()),
+    "next of a loader": lambda: next(batches),
+    "collective from Python": lambda: dist.distributed_c10d.all_reduce(message),
+    "collective from C++": lambda: world.allreduce([message]).wait(),
+}
+
+
+def costs():
+    found = {}
+    for name, call in HOOKS.items():
+        rounds = []
+        for on in (True, False, True, False):
+            switch(on)
+            rounds.append(best(call))
+        found[name] = min(rounds[0::2]) - min(rounds[1::2])
+    switch(True)
+    before, after = training._before_optimizer, training._after_optimizer
+    found["optimizer step"] = best(lambda: (before(opt, (), {}), after(opt, (), {})))
+    return found
+
+
+switch(True)
+first = recorder.point("step")
 block()
+records = (recorder.point("step") - first - 1) / (steps + dropped)
 turns = []
 for number in range(pairs):
     pair = {}
@@ -83,8 +152,7 @@ for number in range(pairs):
         switch(on)
         pair["with" if on else "without"] = block()
     turns.append(pair)
-switch(True)
-print(json.dumps(turns))
+print(json.dumps({"turns": turns, "records_per_step": records, "costs": costs()}))
 dist.destroy_process_group()
 """
 
@@ -100,18 +168,21 @@ class Shape:
     batch: int
     pairs: int
     steps: int
+    dropped: int = 3  # steps after a switch
 
     def arguments(self) -> list[str]:
-        return [self.device, *(str(n) for n in (self.width, self.depth, self.batch, self.pairs, self.steps))]
+        numbers = (self.width, self.depth, self.batch, self.pairs, self.steps, self.dropped)
+        return [self.device, *map(str, numbers)]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """(wall, CPU) seconds of the median step of each block on rank 0, and how many records a step writes."""
+    """(wall, CPU) seconds of the median step of each block on rank 0, records a step, microseconds of each hook."""
 
     without: list[tuple[float, float]]
     with_box: list[tuple[float, float]]
     records_per_step: float
+    hooks_us: dict[str, float]
 
     def ratios(self, clock: int) -> list[float]:
         return [on[clock] / off[clock] for off, on in zip(self.without, self.with_box, strict=True)]
@@ -136,13 +207,12 @@ def measure(shape: Shape) -> Measured:
         said = [rank.communicate()[0] for rank in ranks]
         if any(rank.returncode for rank in ranks):
             raise SystemExit(f"a rank failed: exit codes {[rank.returncode for rank in ranks]}")
-        crumbs = read_ring(run_dir.ring(0)).crumbs
-    turns = json.loads(said[0].strip().splitlines()[-1])
-    steps = crumbs[-1].step - crumbs[0].step
+    told = json.loads(said[0].strip().splitlines()[-1])
     return Measured(
-        [(turn["without"][0], turn["without"][1]) for turn in turns],
-        [(turn["with"][0], turn["with"][1]) for turn in turns],
-        len(crumbs) / max(steps, 1),
+        [(turn["without"][0], turn["without"][1]) for turn in told["turns"]],
+        [(turn["with"][0], turn["with"][1]) for turn in told["turns"]],
+        told["records_per_step"],
+        told["costs"],
     )
 
 
@@ -175,9 +245,16 @@ def _hardware(device: str) -> dict[str, object]:
     return {"gpu": gpu, "cpus": os.cpu_count(), "load": load, "machine": platform.machine(), "torch": torch.__version__}
 
 
-def _spread(ratios: list[float]) -> str:
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.4f} (quartiles {low:.4f} to {high:.4f})"
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Where the true median lies with 95 % certainty, by rank: assumes nothing about the noise."""
+    ordered = sorted(ratios)
+    half, reach = (len(ordered) - 1) / 2, 0.98 * math.sqrt(len(ordered))
+    return ordered[max(0, math.floor(half - reach))], ordered[min(len(ordered) - 1, math.ceil(half + reach))]
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    low, high = interval(ratios)
+    return f"{statistics.median(ratios):.4f} (95 %: {low:.4f} to {high:.4f})"
 
 
 def main() -> None:
@@ -205,6 +282,9 @@ def main() -> None:
         "ratios": seen.ratios(0),
         "median_cpu_ratio": statistics.median(seen.ratios(1)),
         "cpu_ratios": seen.ratios(1),
+        "interval": interval(seen.ratios(0)),
+        "cpu_interval": interval(seen.ratios(1)),
+        "hooks_us": seen.hooks_us,
         "records_per_step": seen.records_per_step,
         "record_us": cost,
     }
@@ -213,7 +293,9 @@ def main() -> None:
     )
     print(f"ratio, wall     {_spread(seen.ratios(0))}")
     print(f"ratio, CPU time {_spread(seen.ratios(1))}")
-    print(f"{seen.records_per_step:.1f} records a step, {cost:.2f} us each")
+    print(f"{seen.records_per_step:.0f} records a step, {cost:.2f} us each")
+    for hook, microseconds in seen.hooks_us.items():
+        print(f"  {hook:32s} {microseconds:6.1f} us")
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{time.strftime('%Y-%m-%d')}-blackbox-overhead-{options.device}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")

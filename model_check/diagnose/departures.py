@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
-from model_check.diagnose.branches import swallowing_handler
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable, Issue, is_issue
-from model_check.diagnose.raised import last_swallowed, swallowed_finding, user_frame
+from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding, user_frame
 from model_check.diagnose.uneven import short_of_data, uneven_finding
 from model_check.diagnose.victims import is_store_loss
 from model_check.rundir import Finding
@@ -47,24 +45,12 @@ def departed_finding(
 def _fewer_collectives(evidence: Evidence, rank: RankEvidence, victims: Sequence[int], facts: list[str]) -> Finding:
     """It returned as if it had done everything, and is short of a call that the others make."""
     last = _last_collective(rank)
-    handler = swallowing_handler(last) if last is not None else None
-    if handler is None:
-        title = f"rank {rank.rank} finished with fewer collectives than its peers: it skipped one"
-        return _left(evidence, "MC206", title, rank, victims, facts)
-    finding = _left(
-        evidence,
-        "MC302",
-        f"rank {rank.rank} finished with fewer collectives than its peers: it probably swallowed an exception",
-        rank,
-        victims,
-        [
-            *facts,
-            f"inferred: its calls at {last.site if last is not None else '?'} stand in a `try` of a loop, and "
-            f"`{handler.text}` at {handler.frame.site} goes on with the next round without them",
-            "observed: no record says which line raised: the handler printed nothing, and no recorded call was left",
-        ],
-    )
-    return replace(finding, location=handler.frame.site, function=handler.frame.function or None)
+    known = [*_exit_facts(evidence, [rank.rank]), *facts]
+    unseen = unseen_swallow_finding(evidence, rank.rank, last, victims, known, _left_at(rank)) if last else None
+    if unseen is not None:
+        return unseen
+    title = f"rank {rank.rank} finished with fewer collectives than its peers: it skipped one"
+    return _left(evidence, "MC206", title, rank, victims, facts)
 
 
 def _left_at(rank: RankEvidence) -> float | None:

@@ -9,7 +9,7 @@ from model_check.diagnose.collectives import Divergence, Matcher, find_divergenc
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.issues import GroupTable, Issue, flight_tables
-from model_check.diagnose.raised import last_swallowed, swallowed_finding
+from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding
 from model_check.diagnose.uneven import short_of_data, uneven_finding
 from model_check.rundir import Finding
 from model_check.rundir.verdict import Certainty, Severity
@@ -41,7 +41,20 @@ def _finding(evidence: Evidence, divergence: Divergence) -> Finding:
     short = short_of_data(evidence, divergence.calls, divergence.calls) if _calls_differ(divergence) else []
     if short:
         return uneven_finding(evidence, short, set(divergence.calls) - set(short), _calls(divergence))
-    return _plain(evidence, divergence)
+    return _skipped_by_a_handler(evidence, divergence) or _plain(evidence, divergence)
+
+
+def _skipped_by_a_handler(evidence: Evidence, divergence: Divergence) -> Finding | None:
+    """One rank is past a call that the others make in a `try` whose handler goes on without it."""
+    if divergence.manner != "missing" or divergence.kind != "op" or len(divergence.guilty) != 1:
+        return None
+    (rank,) = divergence.guilty
+    lost = next((i for r, i in divergence.calls.items() if r != rank and i.frame is not None), None)
+    if lost is None or lost.frame is None:
+        return None
+    facts = _calls(divergence)
+    began = max(issue.t for issue in divergence.calls.values())
+    return unseen_swallow_finding(evidence, rank, lost.frame, set(divergence.calls) - {rank}, facts, began)
 
 
 def _calls_differ(divergence: Divergence) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from model_check.diagnose.branches import swallowing_handler
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame, innermost_user
@@ -124,5 +125,32 @@ def swallowed_finding(
         step=evidence.of(rank).step,
         phase="exception",
         began=shown_at or _time(record) or None,
+        now=evidence.now,
+    )
+
+
+def unseen_swallow_finding(
+    evidence: Evidence, rank: int, lost: Frame, victims: Iterable[int], facts: list[str], shown_at: float | None
+) -> Finding | None:
+    """MC302 without a record: the rank is short of a call at `lost`, and a handler around it goes on; None: no such."""
+    handler = swallowing_handler(lost)
+    if handler is None:
+        return None
+    return make_finding(
+        "MC302",
+        f"rank {rank} made fewer collectives than its peers: it probably swallowed an exception",
+        ranks=[rank],
+        victims=victims,
+        frame=handler.frame,
+        evidence=[
+            *facts,
+            f"inferred: the calls at {lost.site} stand in a `try` of a loop, and `{handler.text}` at "
+            f"{handler.frame.site} goes on with the next round without them",
+            "observed: no record says which line raised: the handler printed nothing, and no recorded call was left",
+        ],
+        certainty="proven",
+        step=evidence.of(rank).step,
+        phase="exception",
+        began=shown_at,
         now=evidence.now,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ _LOG_TAIL_BYTES = 16 * 1024
 _LONGEST_LINE_BYTES = 16 << 20  # a record of ours is a few kilobytes
 _MOST_RANKS = 1 << 17  # a number beyond this is damage, not a job
 _KEPT_SAMPLES = 600
+_TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP})
 _EARLIER_LIFE_S = 60.0  # a rank writes events before its ring is open, but not for long
 
 
@@ -343,19 +345,22 @@ def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankE
             starts[rank] = t
             exits.pop(rank, None)
         elif record.get("event") == "rank_exited":
-            code: int | None = record.get("code")
-            signal: int | None = record.get("signal")
-            if isinstance(code, int) and code < 0:
-                signal, code = -code, None  # subprocess's spelling of a signal death
-            exits[rank] = RankExit(t=t, pid=whole(record.get("pid")), code=code, signal=signal)
+            code, number = _number(record.get("code")), _number(record.get("signal"))
+            if code is not None and code < 0:
+                number, code = -code, None  # subprocess's spelling of a signal death
+            exits[rank] = RankExit(t=t, pid=whole(record.get("pid")), code=code, signal=number)
     return exits, starts
 
 
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
 def _first_end(farewell: RankExit | None, exit: RankExit | None) -> RankExit | None:
-    """A rank that was already leaving when a signal ended it had left."""
+    """A rank that was already leaving when it was told to end had left; one that crashed on its way out had not."""
     if farewell is None or exit is None:
         return exit or farewell
-    return farewell if exit.signal is not None and farewell.t <= exit.t else exit
+    return farewell if exit.signal in _TOLD_TO_END and farewell.t <= exit.t else exit
 
 
 def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int) -> RankExit | None:

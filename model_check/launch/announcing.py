@@ -37,11 +37,13 @@ class Announcements:
         if fresh:
             self._show(replace(verdict, findings=fresh))
 
-    def withdraw(self, after_s: float) -> None:
-        """The stall is over: what was told about it no longer stands."""
+    def withdraw(self, after_s: float) -> bool:
+        """The stall is over: what was told about it no longer stands. True where anything was told."""
         for key in self._certainty_told:
             self._patience_s[key] = max(self._patience_s.get(key, 0.0), 2 * after_s)
+        stood = bool(self._certainty_told)
         self._certainty_told.clear()
+        return stood
 
     def told(self, finding: Finding) -> bool:
         """Whether this finding stands in the terminal in full, with no less certainty than it has now."""

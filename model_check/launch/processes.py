@@ -154,6 +154,15 @@ def is_alive(pid: int, start_ticks: int | None = None) -> bool:
     return stat is not None and stat.alive and start_ticks in (None, stat.start_ticks)
 
 
+def wants_to_run(pid: int) -> bool:
+    """Whether a thread of the process is on a processor, or would be if one were free."""
+    try:
+        tasks = [entry.name for entry in os.scandir(f"/proc/{pid}/task")]
+    except OSError:
+        return False
+    return any(_read(pid, f"task/{task}/stat").rpartition(")")[2].split()[:1] == ["R"] for task in tasks)
+
+
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for this signal: one without would die of it, or never hear it."""
     for line in _read(pid, "status").splitlines():

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from model_check.launch import waiting
+from model_check.launch import processes, waiting
 from model_check.launch.announcing import Announcements
 from model_check.launch.exits import exit_code_recorded
 from model_check.launch.failures import RankExit
@@ -317,9 +317,9 @@ class Supervisor:
         if not stall.examined or self._crashed:
             return
         self.journal.write("stall_withdrawn", after_s=now - stall.since)
-        self.announcements.withdraw(now - stall.since)
         self._first_named_after.clear()
-        self._say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
+        if self.announcements.withdraw(now - stall.since):
+            self._say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
         self._examine_now(now)
 
     def _standings(self) -> list[waiting.Standing]:
@@ -343,7 +343,12 @@ class Supervisor:
         self._sampled_at = now
         samples = self._gather.sample(self._pids())
         active = {rank for rank, seen in samples.items() if self._ranks[rank].was_active(seen)}
-        if self._stall is not None and not self._is_idle_hang(active):
+        if self._stall is None:
+            return
+        # On a machine with too much to do a rank that wants to compute gets hardly any time; it is not idle.
+        family = {rank: [seen.stat.pid, *(child.pid for child in seen.children)] for rank, seen in samples.items()}
+        active |= {rank for rank, pids in family.items() if any(map(processes.wants_to_run, pids))}
+        if not self._is_idle_hang(active):
             self._life_at = now
 
     def _is_idle_hang(self, active: set[int]) -> bool:

@@ -110,3 +110,16 @@ def test_a_rank_that_left_with_one_call_less_behind_a_quiet_handler(stage):
     finding = stage.first(after=0.5)
     assert (finding.code, finding.ranks, finding.victims) == ("MC302", [1], [0]) and stage.line(finding) == 41
     assert "probably" in finding.title and any("`except KeyError:`" in e for e in finding.evidence)
+
+
+def test_a_rank_that_meets_its_peers_at_the_end_with_one_call_less_behind_a_quiet_handler(stage):
+    stage.source(
+        "\n" * 37 + "for x in xs:\n    try:\n        dist.all_reduce(x)\n    except KeyError:\n        continue\n"
+    )
+    a, b = stage.ranks(2)
+    stage.train(5)
+    a.collective(open=True)
+    b.collective("barrier", 50, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC302", [1], [0]) and stage.line(finding) == 41
+    assert finding.evidence[0].endswith("train.py:40, step 5") and "barrier" in finding.evidence[1]

@@ -90,6 +90,17 @@ def test_a_rank_that_was_leaving_when_a_signal_came_had_left(stage):
     assert (finding.code, finding.ranks, finding.victims) == ("MC206", [1], [0])
 
 
+def test_a_rank_that_crashes_on_its_way_out_has_not_left(stage):
+    a, b = stage.ranks(2)
+    stage.train(3)
+    for actor in (a, b):
+        actor.event("exit", code=0, via="return")
+    a.exits(0)
+    b.exits(None, signal=signal.SIGSEGV)
+    verdict = examine(stage.run_dir, live=False)
+    assert (verdict.findings[0].code, verdict.findings[0].ranks, verdict.exit_code) == ("MC306", [1], 139)
+
+
 def test_the_code_of_a_launcher_that_the_job_brought_along_is_in_the_last_verdict(stage):
     a, b = stage.ranks(2)
     stage.train(3)

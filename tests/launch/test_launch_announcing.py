@@ -45,8 +45,9 @@ def test_an_error_waits_for_the_final_verdict() -> None:
 
 def test_after_a_withdrawal_it_must_last_twice_as_long() -> None:
     told = Told()
+    assert not told.announcements.withdraw(10.0), "nothing was told, so there is nothing to take back"
     told.tell(_STUCK)
-    told.announcements.withdraw(10.0)
+    assert told.announcements.withdraw(10.0)
     assert not told.announcements.told(_STUCK), "it no longer stands"
     assert told.tell(_STUCK, waited_s=19.9) == [["MC204"]]
     assert told.tell(_STUCK, waited_s=20.0) == [["MC204"], ["MC204"]]

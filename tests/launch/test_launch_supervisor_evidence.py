@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_jobs import wait_until
 
 from model_check.launch import processes, stacks
 from model_check.launch.exits import ExitWatcher, decode_wait_status
@@ -97,7 +98,8 @@ def test_children_and_descendants(python: Any) -> None:
     (child,) = processes.children_of(process.pid)
     (grandchild,) = processes.children_of(child)
     assert processes.descendants_of(process.pid) == [child, grandchild]
-    assert processes.command_of(grandchild) == ["sleep", "100"]
+    # A process has its new program a moment before it has the new program's command line.
+    assert wait_until(lambda: processes.command_of(grandchild)) == ["sleep", "100"]
     assert [c.pid for c in processes.sample(process.pid).children] == [child]
 
 
