@@ -43,6 +43,7 @@ class PinnedSlabs:
     def grow(self, total: int, device: torch.device) -> None:
         """Begins to make slabs until there are `total` bytes of them."""
         self.settle()
+        self.refused = None
         missing = -(-total // SLAB_BYTES) - len(self._slabs)
         if missing > 0:
             self._thread = threading.Thread(

@@ -24,6 +24,8 @@ from model_check.checkpoint.parts import Part, as_bytes
 from model_check.checkpoint.pinned import PinnedSlabs, free_host_bytes
 
 DEVICE, PINNED, PAGEABLE = "device", "pinned", "pageable"
+# A later step may take so much more of the device; pinned memory is made for what would then not fit there.
+_DRIFT_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Staging:
         self._pageable = torch.empty(0, dtype=torch.uint8)
         self._slabs = PinnedSlabs()
         self._stream: torch.cuda.Stream | None = None
+        self._ranks_on_host = 1
 
     def prepare(self, parts: Sequence[Part], *, ranks_on_host: int) -> None:
         """Begins to make the pinned memory that a save of such parts will need; returns at once."""
@@ -118,10 +121,14 @@ class Staging:
         if not on_device:
             return
         device = on_device[0].device
-        places = allot([part.nbytes for part in on_device], self._device_room(device), 0)
-        beyond = sum(part.nbytes for part, place in zip(on_device, places, strict=True) if place != DEVICE)
-        room = int(free_host_bytes() * self._limits.pinned_share / ranks_on_host)
-        self._slabs.grow(min(beyond, room), device)
+        self._ranks_on_host = ranks_on_host
+        places = allot([part.nbytes for part in on_device], max(0, self._device_room(device) - _DRIFT_BYTES), 0)
+        self._pin(sum(part.nbytes for part, place in zip(on_device, places, strict=True) if place != DEVICE), device)
+
+    def _pin(self, missing: int, device: torch.device) -> None:
+        """Begins to make so many bytes of pinned memory more, or what this rank may take of the host's."""
+        room = int(free_host_bytes() * self._limits.pinned_share / self._ranks_on_host)
+        self._slabs.grow(self._slabs.settle() + min(missing, room), device)
 
     def live(self, parts: Sequence[Part]) -> Staged:
         """No copy: the parts as they are, for a save that training waits for."""
@@ -133,18 +140,19 @@ class Staging:
     def copy(self, parts: Sequence[Part]) -> Staged:
         """The parts with memory of their own. Raises MemoryError where the host has none."""
         staged = Staged(list(parts), is_copy=True)
-        to_do = [index for index, part in enumerate(parts) if part.device.type == "cuda"]
-        if to_do:
-            device = parts[to_do[0]].device
-            to_do = self._copy_inside(staged, to_do, device)
-            to_do = self._copy_to_pinned(staged, to_do, device)
-        slow = sum(parts[index].nbytes for index in to_do)
-        if slow:
-            why = self._slabs.refused or "the host has too little free memory to pin"
-            staged.note = f"{slow / 2**30:.1f} GiB were copied through pageable memory, which is slow ({why})"
+        left = [index for index, part in enumerate(parts) if part.device.type == "cuda"]
+        if left:
+            device = parts[left[0]].device
+            left = self._copy_inside(staged, left, device)
+            left = self._copy_to_pinned(staged, left, device)
         on_host = [index for index, part in enumerate(parts) if part.device.type != "cuda"]
         # In the order of the parts, wide numbers first, which keeps all of them aligned.
-        self._copy_to_pageable(staged, sorted([*to_do, *on_host]))
+        self._copy_to_pageable(staged, sorted([*left, *on_host]))
+        slow = sum(parts[index].nbytes for index in left)
+        if slow:
+            why = self._slabs.refused or "no more pinned memory was ready"
+            staged.note = f"{slow / 2**30:.1f} GiB were copied through pageable memory, which is slow ({why})"
+            self._pin(slow, parts[left[0]].device)  # for the next save
         return staged
 
     def _device_room(self, device: torch.device) -> int:
