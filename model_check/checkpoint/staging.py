@@ -12,7 +12,6 @@ On the CPU all is pageable. Spare means: what no other part of the job has asked
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,11 +20,12 @@ import torch
 from torch import Tensor
 
 from model_check.checkpoint.parts import Part, as_bytes
-from model_check.checkpoint.pinned import PinnedSlabs, free_host_bytes
+from model_check.checkpoint.pinned import PinnedSlabs, cut_up, free_host_bytes
 
 DEVICE, PINNED, PAGEABLE = "device", "pinned", "pageable"
 # A later step may take so much more of the device; pinned memory is made for what would then not fit there.
 _DRIFT_BYTES = 8 << 30
+_DEVICE_BLOCK_BYTES = 16 << 30
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,26 @@ class Staging:
         if not chosen:
             return indices
         pool = torch.cuda.MemPool()  # its memory goes back to the device as a whole
-        cloned: set[int] = set()
-        # Somebody else may have taken what was free a moment ago: what is left then goes another way.
-        with contextlib.suppress(torch.OutOfMemoryError), torch.cuda.use_mem_pool(pool, device):
-            for index in chosen:
-                (data,) = staged.parts[index].contents
-                staged.take(index, (data.clone(memory_format=torch.contiguous_format),))
-                cloned.add(index)
+        sizes = [staged.parts[index].nbytes for index in chosen]
+        try:
+            with torch.cuda.use_mem_pool(pool, device):
+                blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in _blocks(sum(sizes))]
+        except RuntimeError:
+            # Somebody else took what was free a moment ago, or the user's allocator knows no pools: another way, then.
+            return indices
+        for index, pieces in zip(chosen, cut_up(blocks, sizes), strict=True):
+            self._copy_bytes(staged, index, pieces)
         staged.lends(pool, _now())
-        return [index for index in indices if index not in cloned]
+        return [index for index in indices if index not in set(chosen)]
+
+    @staticmethod
+    def _copy_bytes(staged: Staged, index: int, pieces: tuple[Tensor, ...]) -> None:
+        """Queues the copy of a part into `pieces` on the current stream."""
+        source = as_bytes(staged.parts[index].contents[0])
+        for piece, values in zip(pieces, source.split([piece.numel() for piece in pieces]), strict=True):
+            piece.copy_(values, non_blocking=True)
+        staged.take(index, pieces)
+        staged.lends(source)
 
     def _copy_to_pinned(self, staged: Staged, indices: list[int], device: torch.device) -> list[int]:
         """Queues copies of what fits into pinned memory; returns what is left to copy."""
@@ -188,14 +199,9 @@ class Staging:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            for index, pieces in zip(
-                chosen, self._slabs.places([staged.parts[index].nbytes for index in chosen]), strict=True
-            ):
-                source = as_bytes(staged.parts[index].contents[0])
-                for piece, values in zip(pieces, source.split([piece.numel() for piece in pieces]), strict=True):
-                    piece.copy_(values, non_blocking=True)
-                staged.take(index, pieces)
-                staged.lends(source)
+            rooms = self._slabs.places([staged.parts[index].nbytes for index in chosen])
+            for index, pieces in zip(chosen, rooms, strict=True):
+                self._copy_bytes(staged, index, pieces)
             staged.copied_at(_now())
         return [index for index in indices if index not in set(chosen)]
 
@@ -213,6 +219,11 @@ class Staging:
             place.view(part.dtype).view(part.sizes).copy_(part.contents[0])
             staged.take(index, (place,))
             at += part.nbytes
+
+
+def _blocks(total: int) -> list[int]:
+    """Few and large: giving one back makes the device finish what it is doing."""
+    return [min(_DEVICE_BLOCK_BYTES, total - at) for at in range(0, total, _DEVICE_BLOCK_BYTES)]
 
 
 def _now() -> torch.cuda.Event:
