@@ -51,6 +51,10 @@ class PinnedSlabs:
             )
             self._thread.start()
 
+    @property
+    def is_growing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def settle(self) -> int:
         """Waits for what is being made; the bytes there are."""
         if self._thread is not None:

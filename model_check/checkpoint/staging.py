@@ -125,6 +125,11 @@ class Staging:
         places = allot([part.nbytes for part in on_device], max(0, self._device_room(device) - _DRIFT_BYTES), 0)
         self._pin(sum(part.nbytes for part, place in zip(on_device, places, strict=True) if place != DEVICE), device)
 
+    @property
+    def is_preparing(self) -> bool:
+        """Pinned memory is still being made."""
+        return self._slabs.is_growing
+
     def _pin(self, missing: int, device: torch.device) -> None:
         """Begins to make so many bytes of pinned memory more, or what this rank may take of the host's."""
         room = int(free_host_bytes() * self._limits.pinned_share / self._ranks_on_host)
