@@ -99,6 +99,23 @@ def timed(work: Callable[[], Any], synchronize: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
+def prepare(
+    saver: Saver, step: TrainStep, train: Callable[[], Any], synchronize: Callable[[], None], tokens: int
+) -> dict[str, Any]:
+    """Training goes on while memory for the copies is made, as it does long before the first save of a run."""
+    began = time.perf_counter()
+    saver.prepare({**model_tensors(step.model), **optimizer_tensors(step.model, step.optimizer)})
+    called_s = time.perf_counter() - began
+    during: list[float] = []
+    while saver.is_preparing:
+        during.append(timed(train, synchronize))
+    return {
+        "host_waited_s": round(called_s, 3),
+        "prepared_after_s": round(time.perf_counter() - began, 2),
+        "tokens_per_s_meanwhile": round(tokens / statistics.median(during)) if during else None,
+    }
+
+
 def one_save(
     number: int,
     saver: Saver,
@@ -174,10 +191,11 @@ def main() -> None:
     shutil.rmtree(args.folder, ignore_errors=True)
     saver = Saver(args.folder, Peers(), name="run", retention=Retention(last=1), limits=ROUTES[args.route])
     step.before_update = saver.hold_update
-    saver.prepare({**model_tensors(step.model), **optimizer_tensors(step.model, step.optimizer)})
     tokens = args.batch * args.context
     quiet_s = statistics.median(timed(train, synchronize) for _ in range(QUIET_STEPS))
     print(f"quiet step {quiet_s:.3f} s, {tokens / quiet_s:,.0f} tokens/s", flush=True)
+    preparing = prepare(saver, step, train, synchronize, tokens)
+    print(json.dumps(preparing), flush=True)
     rows = []
     for number in range(args.saves):
         if time.perf_counter() - started > args.seconds:
@@ -198,6 +216,7 @@ def main() -> None:
         "quiet_step_s": round(quiet_s, 4),
         "tokens_per_s_quiet": round(tokens / quiet_s),
         "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 1) if on_gpu else None,
+        "preparing": preparing,
         "saves": rows,
     }
     print(json.dumps(record, indent=1))

@@ -43,12 +43,17 @@ class PinnedSlabs:
     def grow(self, total: int, device: torch.device) -> None:
         """Begins to make slabs until there are `total` bytes of them."""
         self.settle()
+        self.refused = None
         missing = -(-total // SLAB_BYTES) - len(self._slabs)
         if missing > 0:
             self._thread = threading.Thread(
                 target=self._make, args=(missing, device), name="checkpoint-pin", daemon=True
             )
             self._thread.start()
+
+    @property
+    def is_growing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def settle(self) -> int:
         """Waits for what is being made; the bytes there are."""

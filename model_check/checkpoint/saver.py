@@ -150,6 +150,11 @@ class Saver:
         return ended
 
     @property
+    def is_preparing(self) -> bool:
+        """Memory for the copies is still being made; a save before that waits for it."""
+        return self._staging.is_preparing
+
+    @property
     def is_saving(self) -> bool:
         """A save is being written in the background."""
         return self._thread is not None and self._thread.is_alive()

@@ -12,7 +12,6 @@ On the CPU all is pageable. Spare means: what no other part of the job has asked
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,9 +20,12 @@ import torch
 from torch import Tensor
 
 from model_check.checkpoint.parts import Part, as_bytes
-from model_check.checkpoint.pinned import PinnedSlabs, free_host_bytes
+from model_check.checkpoint.pinned import PinnedSlabs, cut_up, free_host_bytes
 
 DEVICE, PINNED, PAGEABLE = "device", "pinned", "pageable"
+# A later step may take so much more of the device; pinned memory is made for what would then not fit there.
+_DRIFT_BYTES = 8 << 30
+_DEVICE_BLOCK_BYTES = 16 << 30
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Staging:
         self._pageable = torch.empty(0, dtype=torch.uint8)
         self._slabs = PinnedSlabs()
         self._stream: torch.cuda.Stream | None = None
+        self._ranks_on_host = 1
 
     def prepare(self, parts: Sequence[Part], *, ranks_on_host: int) -> None:
         """Begins to make the pinned memory that a save of such parts will need; returns at once."""
@@ -118,10 +121,19 @@ class Staging:
         if not on_device:
             return
         device = on_device[0].device
-        places = allot([part.nbytes for part in on_device], self._device_room(device), 0)
-        beyond = sum(part.nbytes for part, place in zip(on_device, places, strict=True) if place != DEVICE)
-        room = int(free_host_bytes() * self._limits.pinned_share / ranks_on_host)
-        self._slabs.grow(min(beyond, room), device)
+        self._ranks_on_host = ranks_on_host
+        places = allot([part.nbytes for part in on_device], max(0, self._device_room(device) - _DRIFT_BYTES), 0)
+        self._pin(sum(part.nbytes for part, place in zip(on_device, places, strict=True) if place != DEVICE), device)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Pinned memory is still being made."""
+        return self._slabs.is_growing
+
+    def _pin(self, missing: int, device: torch.device) -> None:
+        """Begins to make so many bytes of pinned memory more, or what this rank may take of the host's."""
+        room = int(free_host_bytes() * self._limits.pinned_share / self._ranks_on_host)
+        self._slabs.grow(self._slabs.settle() + min(missing, room), device)
 
     def live(self, parts: Sequence[Part]) -> Staged:
         """No copy: the parts as they are, for a save that training waits for."""
@@ -133,18 +145,19 @@ class Staging:
     def copy(self, parts: Sequence[Part]) -> Staged:
         """The parts with memory of their own. Raises MemoryError where the host has none."""
         staged = Staged(list(parts), is_copy=True)
-        to_do = [index for index, part in enumerate(parts) if part.device.type == "cuda"]
-        if to_do:
-            device = parts[to_do[0]].device
-            to_do = self._copy_inside(staged, to_do, device)
-            to_do = self._copy_to_pinned(staged, to_do, device)
-        slow = sum(parts[index].nbytes for index in to_do)
-        if slow:
-            why = self._slabs.refused or "the host has too little free memory to pin"
-            staged.note = f"{slow / 2**30:.1f} GiB were copied through pageable memory, which is slow ({why})"
+        left = [index for index, part in enumerate(parts) if part.device.type == "cuda"]
+        if left:
+            device = parts[left[0]].device
+            left = self._copy_inside(staged, left, device)
+            left = self._copy_to_pinned(staged, left, device)
         on_host = [index for index, part in enumerate(parts) if part.device.type != "cuda"]
         # In the order of the parts, wide numbers first, which keeps all of them aligned.
-        self._copy_to_pageable(staged, sorted([*to_do, *on_host]))
+        self._copy_to_pageable(staged, sorted([*left, *on_host]))
+        slow = sum(parts[index].nbytes for index in left)
+        if slow:
+            why = self._slabs.refused or "no more pinned memory was ready"
+            staged.note = f"{slow / 2**30:.1f} GiB were copied through pageable memory, which is slow ({why})"
+            self._pin(slow, parts[left[0]].device)  # for the next save
         return staged
 
     def _device_room(self, device: torch.device) -> int:
@@ -159,15 +172,26 @@ class Staging:
         if not chosen:
             return indices
         pool = torch.cuda.MemPool()  # its memory goes back to the device as a whole
-        cloned: set[int] = set()
-        # Somebody else may have taken what was free a moment ago: what is left then goes another way.
-        with contextlib.suppress(torch.OutOfMemoryError), torch.cuda.use_mem_pool(pool, device):
-            for index in chosen:
-                (data,) = staged.parts[index].contents
-                staged.take(index, (data.clone(memory_format=torch.contiguous_format),))
-                cloned.add(index)
+        sizes = [staged.parts[index].nbytes for index in chosen]
+        try:
+            with torch.cuda.use_mem_pool(pool, device):
+                blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in _blocks(sum(sizes))]
+        except RuntimeError:
+            # Somebody else took what was free a moment ago, or the user's allocator knows no pools: another way, then.
+            return indices
+        for index, pieces in zip(chosen, cut_up(blocks, sizes), strict=True):
+            self._copy_bytes(staged, index, pieces)
         staged.lends(pool, _now())
-        return [index for index in indices if index not in cloned]
+        return [index for index in indices if index not in set(chosen)]
+
+    @staticmethod
+    def _copy_bytes(staged: Staged, index: int, pieces: tuple[Tensor, ...]) -> None:
+        """Queues the copy of a part into `pieces` on the current stream."""
+        source = as_bytes(staged.parts[index].contents[0])
+        for piece, values in zip(pieces, source.split([piece.numel() for piece in pieces]), strict=True):
+            piece.copy_(values, non_blocking=True)
+        staged.take(index, pieces)
+        staged.lends(source)
 
     def _copy_to_pinned(self, staged: Staged, indices: list[int], device: torch.device) -> list[int]:
         """Queues copies of what fits into pinned memory; returns what is left to copy."""
@@ -180,14 +204,9 @@ class Staging:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            for index, pieces in zip(
-                chosen, self._slabs.places([staged.parts[index].nbytes for index in chosen]), strict=True
-            ):
-                source = as_bytes(staged.parts[index].contents[0])
-                for piece, values in zip(pieces, source.split([piece.numel() for piece in pieces]), strict=True):
-                    piece.copy_(values, non_blocking=True)
-                staged.take(index, pieces)
-                staged.lends(source)
+            rooms = self._slabs.places([staged.parts[index].nbytes for index in chosen])
+            for index, pieces in zip(chosen, rooms, strict=True):
+                self._copy_bytes(staged, index, pieces)
             staged.copied_at(_now())
         return [index for index in indices if index not in set(chosen)]
 
@@ -205,6 +224,11 @@ class Staging:
             place.view(part.dtype).view(part.sizes).copy_(part.contents[0])
             staged.take(index, (place,))
             at += part.nbytes
+
+
+def _blocks(total: int) -> list[int]:
+    """Few and large: giving one back makes the device finish what it is doing."""
+    return [min(_DEVICE_BLOCK_BYTES, total - at) for at in range(0, total, _DEVICE_BLOCK_BYTES)]
 
 
 def _now() -> torch.cuda.Event:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from model_check.checkpoint.manifest import MANIFEST, Manifest
+from model_check.config.shard_index import INDEX_FILE, SINGLE_FILE, files_in_index
 from model_check.errors import CheckpointError
 
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-SAFETENSORS_FILE = "model.safetensors"
 MODEL_PREFIX = "model."
 _WRAPPERS = re.compile(r"(^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")
 _REPLICA = "module."
@@ -77,7 +76,7 @@ def kind_of(path: Path) -> str:
     if path.is_dir():
         if (path / MANIFEST).exists():
             return "sharded"
-        if (path / SAFETENSORS_INDEX).exists() or (path / SAFETENSORS_FILE).exists():
+        if (path / INDEX_FILE).exists() or (path / SINGLE_FILE).exists():
             return "hf"
     elif path.is_file():
         return "safetensors" if path.suffix == ".safetensors" else "pt"
@@ -158,19 +157,17 @@ SAFETENSORS_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
 
 
 def _folder(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    index = path / SAFETENSORS_INDEX
-    files = [SAFETENSORS_FILE]
+    index = path / INDEX_FILE
+    files = [SINGLE_FILE]
     if index.exists():
         try:
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"{index} is not an index of safetensors", remedy="copy it again", code="MC601"
-            ) from error
+            files = files_in_index(index.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{index} cannot be used, {error}", remedy="copy it again", code="MC601") from error
     tensors: dict[str, StoredTensor] = {}
     for name in files:
         file = path / name
-        if Path(name).name != name or not file.is_file():
+        if not file.is_file():
             raise CheckpointError(f"{file} is missing", remedy="copy the folder again", code="MC602")
         tensors.update(_safetensors(file)[0])
     return tensors, {"folder": str(path)}

@@ -19,16 +19,14 @@ from model_check.checkpoint.manifest import Manifest, TensorEntry
 from model_check.checkpoint.parts import Part, write_parts
 from model_check.checkpoint.weight_files import (
     MODEL_PREFIX,
-    SAFETENSORS_FILE,
-    SAFETENSORS_INDEX,
     SAFETENSORS_NAMES,
     StoredTensor,
     offset_in_file,
 )
+from model_check.config.shard_index import INDEX_FILE, SHARD_BYTES, cut_into_files, index_of
 from model_check.errors import CheckpointError
 
 Tensors = Mapping[str, StoredTensor]
-SHARD_BYTES = 5 * 1024**3
 _BLOCK_BYTES = 1 << 22
 
 
@@ -58,17 +56,14 @@ def write_safetensors(target: Path, tensors: Tensors, metadata: Mapping[str, Any
 def write_hugging_face(target: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:
     """A folder that transformers loads: config.json, and safetensors of at most 5 GB."""
     with _whole_folder(target) as scratch:
-        shards = list(_shards(tensors, SHARD_BYTES))
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(shards, start=1):
-            name = SAFETENSORS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            weight_map.update(dict.fromkeys(names, name))
-            with (scratch / name).open("wb") as file:
-                _stream_safetensors(file, {n: tensors[n] for n in names}, {"format": "pt"})
-        if len(shards) > 1:
-            total = sum(tensor.bytes for tensor in tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (scratch / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        sizes = {name: tensor.bytes for name, tensor in tensors.items()}
+        files = cut_into_files(sizes, SHARD_BYTES)
+        for file_name, names in files.items():
+            with (scratch / file_name).open("wb") as file:
+                _stream_safetensors(file, {name: tensors[name] for name in names}, {"format": "pt"})
+        index = index_of(files, sizes)
+        if index is not None:
+            (scratch / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -126,19 +121,6 @@ def _write_values(file: BinaryIO, tensor: StoredTensor) -> None:
 def _to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _shards(tensors: Tensors, most: int) -> Iterator[list[str]]:
-    """Names in order, cut before a shard would pass `most` bytes; a larger tensor gets a shard of its own."""
-    shard: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if shard and size + tensor.bytes > most:
-            yield shard
-            shard, size = [], 0
-        shard.append(name)
-        size += tensor.bytes
-    yield shard
 
 
 @contextmanager

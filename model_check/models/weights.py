@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model_check.config.shapes import ModelShape
+from model_check.config.shard_index import (
+    INDEX_FILE,
+    SHARD_BYTES,
+    SINGLE_FILE,
+    cut_into_files,
+    files_in_index,
+    index_of,
+)
 from model_check.errors import ModelError
 from model_check.models.distribute import fill
 from model_check.models.hf_config import config_from_shape
 from model_check.models.hub import CONFIG_FILE, pretrained_folder
 from model_check.models.initialize import build_meta_model
 from model_check.models.llama import Llama
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-DEFAULT_SHARD_BYTES = 5 * 1024**3
 
 _OUTSIDE_LAYERS = {"tok_embed": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _INSIDE_A_LAYER = {
@@ -89,7 +93,7 @@ def save_pretrained(
     shape: ModelShape | None = None,
     *,
     tokenizer_file: str | Path | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    max_shard_bytes: int = SHARD_BYTES,
     bos_token_id: int | None = None,
     eos_token_id: int | list[int] | None = None,
 ) -> Path:
@@ -124,16 +128,12 @@ def save_pretrained(
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
+    names = [SINGLE_FILE]
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} is not an index of safetensors", remedy="fetch the model again") from error
-    else:
-        names = [SINGLE_FILE]
-    escaping = [name for name in names if Path(name).name != name]
-    if escaping:
-        raise ModelError(f"{index} points outside its folder ({escaping[0]})", remedy="do not trust this model")
+            names = files_in_index(index.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{index} cannot be used, {error}", remedy="fetch the model again") from error
     files = [folder / name for name in names]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
@@ -193,29 +193,14 @@ def _may_be_left_out(name: str, model: Llama) -> bool:
 
 def _write_weights(model: Llama, folder: Path, max_shard_bytes: int) -> None:
     named = {hugging_face_name(name): parameter.detach() for name, parameter in model.named_parameters()}
-    shards = list(_shards(named, max_shard_bytes))
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map.update(dict.fromkeys(names, file))
+    sizes = {name: tensor.nbytes for name, tensor in named.items()}
+    files = cut_into_files(sizes, max_shard_bytes)
+    for file, names in files.items():
         tensors = {name: named[name].to("cpu").contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in named.values())
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _shards(named: dict[str, Tensor], max_bytes: int) -> Iterator[list[str]]:
-    """Names in order, cut before a shard would pass `max_bytes`; a single larger tensor gets a shard of its own."""
-    shard: list[str] = []
-    size = 0
-    for name, tensor in named.items():
-        if shard and size + tensor.nbytes > max_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(name)
-        size += tensor.nbytes
-    yield shard
+    index = index_of(files, sizes)
+    if index is not None:
+        _write_json(folder / INDEX_FILE, index)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

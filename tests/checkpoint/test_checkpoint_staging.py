@@ -18,7 +18,7 @@ from model_check.checkpoint.peers import Peers
 from model_check.checkpoint.pinned import cut_up, free_host_bytes
 from model_check.checkpoint.saver import Saver
 from model_check.checkpoint.shards import load_into
-from model_check.checkpoint.staging import DEVICE, PAGEABLE, PINNED, Limits, Staging, allot
+from model_check.checkpoint.staging import DEVICE, PAGEABLE, PINNED, Limits, Staging, _blocks, allot
 from model_check.checkpoint.verify import verify
 
 SIZES = st.lists(st.integers(0, 50), max_size=20)
@@ -47,6 +47,13 @@ def test_pieces_of_slabs_hold_every_byte_once(sizes: list[int], slab: int) -> No
         for piece in pieces:
             assert piece.count_nonzero() == 0, "another part's bytes"
             piece.fill_(number)
+
+
+@given(st.integers(0, 200 << 30))
+def test_blocks_of_the_device_are_few_and_hold_all(total: int) -> None:
+    sizes = _blocks(total)
+    assert sum(sizes) == total and all(sizes)
+    assert len(sizes) <= 1 + total // (16 << 30)
 
 
 def parts(seed: int, count: int, size: int) -> list[Part]:
