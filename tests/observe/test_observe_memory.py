@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +18,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from model_check.observe.instrument import outofmemory
+from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE
 from model_check.observe.memory_marks import MemoryMarks
 from model_check.observe.memory_owners import Owner, find_owners
 from model_check.observe.memory_reading import MemoryReading, read_host_limits, read_memory
 from model_check.observe.memory_snapshot import sum_up
+from model_check.rundir import RunDir
 
 MIB = 1 << 20
 
@@ -204,3 +209,67 @@ def test_a_foreign_script_that_runs_out_of_host_memory(shell: Any) -> None:
     assert record["categories"]["parameters"] == pytest.approx(weights, rel=0.01)
     assert record["categories"]["optimizer"] == pytest.approx(2 * weights, rel=0.01)
     assert not (Path(done.run_dir) / "dumps" / "oom-rank-0.json").exists()
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Path]:
+    """This process as rank 3 of a run."""
+    run_dir = RunDir.create(tmp_path / "run")
+    before = BOX.run_dir
+    BOX.run_dir = run_dir
+    BOX.open(3, world_size=4)
+    outofmemory._Captured.count = 0
+    yield run_dir.root
+    BOX.leave()
+    BOX.run_dir = before
+    os.environ.pop(RANK_PID_VARIABLE, None)
+
+
+def out_of_memory_events(root: Path) -> list[dict[str, Any]]:
+    rows = (root / "events" / "rank-00003.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, rows) if event["event"] == "out_of_memory"]
+
+
+def test_what_the_allocator_says_is_written_before_it_raises(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU torch's own answers are given here; a test on one has the true ones."""
+    here = {"filename": __file__, "line": 12, "name": "forward"}
+    rows = [block(0, 96 * MIB), block(96 * MIB, 32 * MIB, "inactive")]
+    rows[0]["frames"] = [here]
+    snapshot = {"segments": [{"device": 0, "blocks": rows}, {"device": 1, "blocks": rows}], "device_traces": []}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: snapshot)
+    stats = {"allocated_bytes.all.current": 96 * MIB, "reserved_bytes.all.current": 128 * MIB}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    outofmemory._allocator_failed(0, 64 * MIB, 130 * MIB, 2 * MIB)
+    (event,) = out_of_memory_events(box)
+    assert (event["requested"], event["total"], event["free"]) == (64 * MIB, 130 * MIB, 2 * MIB)
+    assert (event["allocated"], event["reserved"], event["free_in_pieces"]) == (96 * MIB, 128 * MIB, 32 * MIB)
+    assert event["categories"] == {"activations and temporaries": 96 * MIB}
+    assert event["largest"][0]["line"].endswith("test_observe_memory.py:12")
+    assert "test_observe_memory.py:" in event["at"]
+    assert pickle.loads((box / "dumps" / "oom-rank-3.pickle").read_bytes()) == snapshot
+    assert json.loads((box / "dumps" / "oom-rank-3.json").read_text())["snapshot"] == "dumps/oom-rank-3.pickle"
+
+
+def test_a_look_that_fails_says_so_and_harms_nobody(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: int) -> Any:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", broken)
+    for _ in range(outofmemory.MOST_CAPTURES + 2):
+        outofmemory._allocator_failed(0, 1, 2, 3)
+    events = out_of_memory_events(box)
+    assert [event["failed"] for event in events] == ["RuntimeError: no such device"] * outofmemory.MOST_CAPTURES
+
+
+def test_an_error_on_its_way_out_is_looked_at_once(box: Path) -> None:
+    model = nn.Linear(16, 16, bias=False)
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    except torch.OutOfMemoryError as error:
+        outofmemory.note(error)
+        outofmemory.note(error)
+    (event,) = out_of_memory_events(box)
+    assert (event["kind"], event["requested"], event["rank"]) == ("device", 2 << 30, 3)
+    assert event["categories"]["parameters"] >= model.weight.nbytes
+    outofmemory.note(ValueError("something else"))
+    assert len(out_of_memory_events(box)) == 1
