@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -99,6 +99,7 @@ def test_a_snapshot_summed_up() -> None:
     }
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 1 << 40), st.sampled_from(["active_allocated", "inactive", "other"]))))
 def test_no_byte_in_use_is_lost(blocks: list[tuple[int, str]]) -> None:
     rows = [block(number, size, state) for number, (size, state) in enumerate(blocks)]
