@@ -39,7 +39,7 @@ def nonfinite_findings(evidence: Evidence) -> list[Finding]:
             key = (_code(record), str(record.get("location") or record.get("module") or ""))
             seen.setdefault(key, []).append((rank.rank, record))
     found = [_finding(evidence, code, records) for (code, _), records in seen.items()]
-    return sorted(found, key=lambda f: (f.step is None, f.step))
+    return sorted(found, key=lambda f: f.step or 0)
 
 
 def _code(record: Mapping[str, Any]) -> str:
@@ -72,7 +72,7 @@ def _finding(evidence: Evidence, code: str, records: list[tuple[int, Mapping[str
         step=first_step,
         phase=str(record.get("direction") or "") or None,
         tensor=str(record.get("tensor") or "") or None,
-        fix=[str(line) for line in record.get("fix") or ()],
+        fix=[str(line) for line in _list(record.get("fix"))],
         began=_seconds(record),
         now=evidence.now,
     )
@@ -96,11 +96,11 @@ def _frame(record: Mapping[str, Any]) -> Frame | None:
 
 def _sentences(records: list[tuple[int, Mapping[str, Any]]], record: Mapping[str, Any]) -> list[str]:
     lines = [f"observed: loss {record.get('loss')}, gradient norm {record.get('grad_norm')}"]
-    lines += [str(line) for line in record.get("evidence") or ()]
-    for entry in list(record.get("ranges") or ())[-_RANGES_SHOWN:]:
+    lines += [str(line) for line in _list(record.get("evidence"))]
+    for entry in _list(record.get("ranges"))[-_RANGES_SHOWN:]:
         if isinstance(entry, Mapping):
             lines.append(f"observed: before it, {_range_text(entry)}")
-    if samples := record.get("sample_ids"):
+    if samples := _list(record.get("sample_ids")):
         lines.append(f"observed: samples of the batch {_shortened(samples)}")
     steps = sorted({whole(seen.get("step")) for _, seen in records})
     if len(steps) > 1:
@@ -122,12 +122,17 @@ def _range_text(entry: Mapping[str, Any]) -> str:
     return f"{entry.get('module') or 'the model'}: in {side('input')}; out {side('output')}"
 
 
+def _list(value: Any) -> list[Any]:
+    """A list from a file that anybody may have written; empty where it is none."""
+    return value if isinstance(value, list) else []
+
+
 def _number(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, (int, float)) else str(value)
 
 
-def _shortened(values: Any) -> str:
-    numbers = [str(v) for v in values] if isinstance(values, list) else []
+def _shortened(values: list[Any]) -> str:
+    numbers = [str(v) for v in values]
     return ", ".join(numbers[:8]) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
 
 

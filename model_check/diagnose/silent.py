@@ -20,6 +20,7 @@ from model_check.rundir import Finding
 
 SAME_BATCHES = 3  # in a row from the first on; once or twice may be chance, or a warmup
 _SHOWN_RANKS = 8
+_ALL_BITS = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _odd_ones(sums: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _by_rank(sums: Mapping[int, int]) -> str:
-    shown = ", ".join(f"rank {rank}: {value & 0xFFFFFFFF:08x}" for rank, value in sorted(sums.items())[:_SHOWN_RANKS])
+    shown = ", ".join(f"rank {rank}: {value & _ALL_BITS:x}" for rank, value in sorted(sums.items())[:_SHOWN_RANKS])
     return f"the ranks have other sums ({shown}{', …' if len(sums) > _SHOWN_RANKS else ''})"
 
 

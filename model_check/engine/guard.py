@@ -289,6 +289,7 @@ def _widest_gain(model: nn.Module) -> tuple[str, float] | None:
             continue
         values = local_part(weight).detach()
         if values.numel():
-            size = float(torch.linalg.vector_norm(values, dtype=torch.float32)) / math.sqrt(values.numel())
+            # In float64: weights that are this large leave float32 when they are squared.
+            size = float(torch.linalg.vector_norm(values, dtype=torch.float64)) / math.sqrt(values.numel())
             gains.append((f"{name}.weight".lstrip("."), size * math.sqrt(math.prod(weight.shape[1:]))))
     return max(gains, key=lambda item: item[1], default=None)

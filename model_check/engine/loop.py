@@ -139,11 +139,11 @@ class Loop:
             if previous is not None:
                 info = self._finish(previous)
                 yield info
-                if info.stop:
-                    break
                 if info.hit:
                     # The step after it ran with its weights held: it is done again, now that they are free.
                     pending = self._again(pending.inputs)
+                if info.stop:
+                    break
             if not runs_ahead or self._needs_result(step):
                 info, pending = self._finish(pending), None
                 val_loss = self._evaluate(step)

@@ -63,7 +63,9 @@ def choose_layout(
     if gpu_bytes is None:
         return replace(base, why="auto: ddp, this device has no memory of its own to run out of")
     needed: dict[Strategy, float] = {}
-    for strategy in candidates:
+    for strategy, candidate in candidates.items():
+        if strategy == "hsdp" and candidate.shard == base.data_parallel:
+            continue  # one group of shards is what fsdp is
         layout = settled(strategy)
         plan = estimate(config, layout, parameters, shape)
         needed[strategy] = plan.needed

@@ -149,7 +149,7 @@ anything = st.recursive(
 KEYS = st.sampled_from([*record(), "limits", "remedies", "memory"])
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(body=st.dictionaries(KEYS, anything), plan=st.dictionaries(KEYS, anything), message=st.text(max_size=80))
 def test_no_record_however_damaged_breaks_the_account(body: dict[str, Any], plan: dict[str, Any], message: str) -> None:
     rank = RankEvidence(0, events=({**body, "event": "out_of_memory"},))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -38,7 +38,7 @@ class Limited(nn.Module):
         return ((self.layer(x) - y) ** 2).mean()
 
 
-def settings(*overrides: str) -> Any:
+def configured(*overrides: str) -> Any:
     return load_config(
         overrides=["training.precision=fp32", "training.learning_rate=0.01", "training.batch_size=8", *overrides]
     )
@@ -52,7 +52,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 def losses(most: int, *overrides: str) -> tuple[list[float], Limited]:
     torch.manual_seed(0)
     model = Limited(most)
-    result = DDPTrainer(model, settings(*overrides), "cpu", data=batches()).train(num_steps=3)
+    result = DDPTrainer(model, configured(*overrides), "cpu", data=batches()).train(num_steps=3)
     return result.losses, model
 
 
@@ -88,6 +88,7 @@ class Sample:
     mask: torch.Tensor | None = None
 
 
+@settings(deadline=None)
 @given(pieces=st.sampled_from([1, 2, 4]), size=st.integers(1, 5), width=st.integers(1, 3))
 def test_a_batch_is_cut_into_equal_parts_whatever_its_form(pieces: int, size: int, width: int) -> None:
     rows = pieces * size

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_check.config import SHAPES, ModelShape, load_config, resolve_shape
@@ -116,6 +116,7 @@ def test_of_an_8b_block_per_token_as_the_documentation_says() -> None:
     assert {mode: round(size / 1024) for mode, size in kept.items()} == {"none": 136, "selective": 60, "full": 8}
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 70_000), vocabulary=st.sampled_from([96, 32_000, 128_256]), half=st.booleans())
 def test_the_loss_is_cut_as_the_loss_cuts_itself(rows: int, vocabulary: int, half: bool) -> None:
     dtype = torch.bfloat16 if half else torch.float32
@@ -157,6 +158,7 @@ LAYOUTS = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(load=LOADS, layout=LAYOUTS)
 def test_every_plan_is_whole(load: Workload, layout: Layout) -> None:
     plan = plan_memory(LLAMA, load, layout)
@@ -171,6 +173,7 @@ def test_every_plan_is_whole(load: Workload, layout: Layout) -> None:
         assert plan.allocated >= held["parameters"] + held["optimizer"]
 
 
+@settings(deadline=None)
 @given(load=LOADS, layout=LAYOUTS)
 def test_more_work_never_needs_less(load: Workload, layout: Layout) -> None:
     least = plan_memory(LLAMA, load, layout).allocated

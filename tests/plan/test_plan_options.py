@@ -26,7 +26,7 @@ def applied(plan: Job, changes: dict[str, object]) -> Job:
     return replace(plan, config=plan.config.with_values(changes, "advice"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     preset=st.sampled_from(["production", "full", "14b", "32b"]),
     gpu=st.sampled_from(["H200", "H100", "A100-40", "24"]),

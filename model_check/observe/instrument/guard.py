@@ -83,7 +83,7 @@ class Guard:
             return
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
-        self._last_place = Place.of(sys._getframe(3))
+        self._last_place = Place.of(sys._getframe(1))
         loss = reading_of(root)
         if loss is None or scaled:
             return

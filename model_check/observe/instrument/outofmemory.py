@@ -1,8 +1,10 @@
 """The moment memory runs out: who holds what, written down while everything is still alive.
 
 On a GPU torch's allocator calls us before it raises; a snapshot for PyTorch's memory viewer goes into dumps/, and what
-it says, summed up, into the rank's events and a JSON file beside it. From the first use of CUDA on, the allocator notes
-the Python line behind each live block. Host memory has no such allocator: there the exception is looked at on its way.
+it says, summed up, into the rank's events and a JSON file beside it. Until a few steps are done the allocator also
+notes the Python line behind each live block: most runs that do not fit show it by then, what stays from step to step
+has its line for good, and a run that goes well pays nothing any more. Host memory has no such allocator: there the
+exception is looked at on its way.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import pickle
 import re
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -25,6 +28,9 @@ MOST_CAPTURES = 3
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB|[KMGT]B)?")
 _UNITS = {None: 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _HOST_MESSAGE = re.compile(r"std::bad_alloc|DefaultCPUAllocator|can't allocate memory|cannot allocate memory", re.I)
+
+
+NOTED_STEPS = 3
 
 
 class _Captured:
@@ -53,13 +59,52 @@ def patch_cuda(module: ModuleType) -> None:
 def _watch_allocator() -> None:
     """A torch that calls these things otherwise must not lose its CUDA over it."""
     import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     try:
         torch._C._cuda_attach_out_of_memory_observer(_allocator_failed)  # type: ignore[attr-defined]
-        # Only of blocks in use, only Python's frames: the cost is a walk up the stack for each allocation.
-        torch.cuda.memory._record_memory_history("state", context="state", stacks="python", max_entries=1)
+        _note_lines(torch.cuda.memory, register_optimizer_step_post_hook)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         BOX.event("recording_failed", error=f"{type(error).__name__}: {error}", traceback="")
+
+
+def _note_lines(memory: Any, after_each_step: Callable[..., Any]) -> None:
+    """Of blocks in use and of Python's frames only, until NOTED_STEPS steps are done.
+
+    A script that records the history for itself, now or later, keeps what it asked for.
+    """
+    if torch_records_history():
+        return
+    record = memory._record_memory_history
+    taken_over = False
+
+    def asked_by_the_script(*arguments: Any, **options: Any) -> Any:
+        nonlocal taken_over
+        taken_over = True
+        memory._record_memory_history = record
+        return record(*arguments, **options)
+
+    steps = 0
+
+    def step_done(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == NOTED_STEPS:
+            handle.remove()
+            if not taken_over:
+                memory._record_memory_history = record
+                record(None)
+
+    record("state", context="state", stacks="python", max_entries=1)
+    memory._record_memory_history = asked_by_the_script
+    handle = after_each_step(step_done)
+
+
+def torch_records_history() -> bool:
+    """Whether somebody has asked for the allocator's history already."""
+    torch = sys.modules["torch"]
+    enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return bool(enabled()) if enabled is not None else False
 
 
 def is_out_of_memory(error: BaseException) -> bool:

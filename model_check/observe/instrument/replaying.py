@@ -1,13 +1,11 @@
 """Runs a forward of the script's once more and finds the first operation that made a number non-finite.
 
-The module is run as it stands inside its wrappers, so no peer takes part. Buffers and generators are put back and
-gradients go nowhere, so that the script's own results stay what they were.
+The module is run as it stands inside its wrappers, so no peer takes part. It works on copies of its buffers, generators
+are put back and gradients go nowhere, so that the script's own results stay what they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +17,6 @@ from model_check.observe.instrument.readings import local, tensors_in
 from model_check.observe.numerics.origins import Origin, OriginFinder
 from model_check.observe.numerics.ranges import ModuleRange, checkable, is_finite
 
-_MOST_BUFFER_BYTES = 1 << 30
 _MOST_SAMPLES = 32
 _MODULES_BEFORE = 10
 
@@ -40,19 +37,11 @@ def finite(tensor: Any) -> bool:
     return plain is None or not checkable(plain) or is_finite(plain)
 
 
-@contextmanager
-def _buffers_kept(module: Any) -> Iterator[None]:
-    """Running statistics move with every forward: this one must not count."""
-    buffers = [buffer for buffer in module.buffers() if local(buffer) is not None]
-    if sum(buffer.nbytes for buffer in buffers) > _MOST_BUFFER_BYTES:
-        buffers = []
-    copies = [buffer.detach().clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
+def _call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls the module with copies of its buffers: running statistics move with every forward, and this one must not
+    count. They are not put back into place either: a backward that is still to come would find them changed."""
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    return torch.func.functional_call(module, buffers, args, kwargs)
 
 
 def run_again(call: Call, *, backward: bool) -> Replay:
@@ -62,8 +51,8 @@ def run_again(call: Call, *, backward: bool) -> Replay:
     finder = OriginFinder(module, lambda file: BOX.code.shown(file) or file)
     named = [(str(number), tensor) for number, tensor in enumerate(tensors_in(args, kwargs))]
     gradients_finite = None
-    with _buffers_kept(module), call.surroundings(), torch.enable_grad(), finder.watching(named):
-        result = module(*args, **kwargs)
+    with call.surroundings(), torch.enable_grad(), finder.watching(named):
+        result = _call(module, args, kwargs)
         outputs = [tensor for tensor in tensors_in(result) if checkable(tensor)]
         loss = _loss_in(result, outputs)
         root = loss if loss is not None else _stand_in(outputs)
@@ -109,9 +98,9 @@ def samples_alone(call: Call) -> list[int]:
     module, bad = call.unwrapped, []
     for number in range(size):
         one_args, one_kwargs = _cut((args, kwargs), number)
-        with _buffers_kept(module), call.surroundings(), torch.no_grad():
+        with call.surroundings(), torch.no_grad():
             try:
-                result = module(*one_args, **one_kwargs)
+                result = _call(module, one_args, one_kwargs)
             except (RuntimeError, ValueError):
                 return []  # a module that needs more than one sample, as batch normalisation does
         if any(not finite(tensor) for tensor in tensors_in(result)):

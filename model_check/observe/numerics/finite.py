@@ -1,13 +1,13 @@
 """Are this rank's own gradients finite: asked before they are exchanged, answered on the device.
 
-After an exchange every rank has the same NaN, and nobody knows whose it was. So the largest magnitude of each gradient
-is noted while it is still this rank's own: one extra read of the gradients, queued on the device like everything else.
+After an exchange every rank has the same NaN, and nobody knows whose it was. So the sum of each gradient is noted while
+it is still this rank's own: one extra read of the gradients, queued on the device like everything else. A sum is finite
+only if every number in it is, and no reduction is faster; it may also overflow, which is no healthier.
 A lone rank exchanges nothing; for it the gradient norm of the step says the same.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,24 +15,23 @@ from torch import nn
 
 
 class LocalCheck:
-    """Notes the largest magnitude of each piece of gradient; NaN and infinity stay visible in a maximum."""
+    """Notes the sum of each piece of gradient."""
 
     def __init__(self, pieces: int, device: torch.device) -> None:
-        self._largest = torch.zeros(pieces, dtype=torch.float32, device=device)
+        self._sums = torch.zeros(pieces, dtype=torch.float32, device=device)
         # Writing into memory of our own: a fresh result would be freed on one stream and read on another.
-        self._places = self._largest.unbind()
+        self._places = self._sums.unbind()
 
     def begin(self) -> None:
         """Forgets the step before."""
-        self._largest.zero_()
+        self._sums.zero_()
 
     def look(self, piece: int, gradient: torch.Tensor) -> None:
-        if gradient.numel():
-            torch.linalg.vector_norm(gradient, math.inf, dtype=torch.float32, out=self._places[piece])
+        torch.sum(gradient, dim=tuple(range(gradient.ndim)), dtype=torch.float32, out=self._places[piece])
 
     def bad(self) -> torch.Tensor:
         """1.0 on the device where some piece was not finite, else 0.0."""
-        return (~torch.isfinite(self._largest).all()).float()
+        return (~torch.isfinite(self._sums).all()).float()
 
 
 def watch_replica(module: nn.Module, device: torch.device) -> LocalCheck:

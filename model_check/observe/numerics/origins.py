@@ -145,9 +145,10 @@ class OriginFinder(TorchDispatchMode):
         if torch.is_grad_enabled() and not _in_backward():
             self._remember_node(name)
         result = func(*args, **kwargs)
+        outputs = _tensors(result)
         if func.namespace in _COMMUNICATION:
+            self._pass_on(_tensors(args), outputs)
             return result
-        outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         if name in _UNFILLED:
             for tensor in outputs:
                 self._settle(tensor, None)
@@ -157,6 +158,12 @@ class OriginFinder(TorchDispatchMode):
         if not _is_view(func):
             self._judge(func, name, args, kwargs, outputs)
         return result
+
+    def _pass_on(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """What is sent bad arrives bad; nobody waits for it here."""
+        sent = next((found for t in inputs if (found := self._origins.get(_memory(t))) is not None), None)
+        for tensor in outputs if sent is not None else []:
+            self._settle(tensor, sent)
 
     def _remember_node(self, name: str) -> None:
         """The first operation after a node of the graph was made is the node's own."""
@@ -272,6 +279,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _memory(tensor: torch.Tensor) -> int:
     local = local_part(tensor)
+    local = getattr(local, "elem", local)  # a result that is still on its way wraps the memory it will arrive in
     return local.untyped_storage()._cdata if local.layout == torch.strided else id(local)
 
 

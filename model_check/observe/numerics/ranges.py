@@ -33,8 +33,10 @@ def checkable(value: Any) -> bool:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Without a temporary of the tensor's size: the largest magnitude is finite exactly if all of them are."""
-    return bool(torch.isfinite(torch.linalg.vector_norm(local_part(tensor).detach(), math.inf)))
+    """Without a temporary of the tensor's size. A finite sum proves it; a sum may overflow, a magnitude cannot."""
+    values = local_part(tensor).detach()
+    total = values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(torch.linalg.vector_norm(values, math.inf)))
 
 
 @dataclass(frozen=True)

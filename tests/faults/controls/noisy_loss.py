@@ -1,4 +1,4 @@
-"""Losses that jump by orders of magnitude from batch to batch, a mask that is never empty, and -inf where it belongs."""
+"""Losses that jump by orders of magnitude from batch to batch, and -inf where it belongs."""
 
 import torch
 import torch.distributed as dist

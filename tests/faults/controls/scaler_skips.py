@@ -10,10 +10,10 @@ def main():
     torch.manual_seed(dist.get_rank())
     model = DDP(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**124, growth_interval=4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**122, growth_interval=4)
     scales = []
     for _ in range(80):
-        loss = torch.nn.functional.cross_entropy(model(torch.randn(8, 16)) * 4, torch.randint(0, 4, (8,)))
+        loss = torch.nn.functional.cross_entropy(model(torch.randn(8, 16)) * 40, torch.randint(0, 4, (8,)))
         scaler.scale(loss).backward()
         scaler.step(opt)
         scaler.update()

@@ -1,0 +1,205 @@
+"""What the numerics guard costs in every step: our train step with it and without it, in turns within one run.
+
+    python benchmarks/guard_overhead.py                           one rank and two gloo ranks on the CPU
+    python benchmarks/guard_overhead.py --device cuda             a Llama of 4 layers of the 8B shape on one GPU
+    python benchmarks/guard_overhead.py --device cuda --layers 32 all of it
+    torchrun --nproc_per_node 8 benchmarks/guard_overhead.py --device cuda --ranks env     one rank of a job
+
+"On" is what every run does: the check of each gradient before its exchange, the flag, keeping the step's random state.
+"Off" is the same step without them. Blocks of steps alternate, neighbouring blocks see the same machine, and each pair
+gives a ratio; the result is the median ratio. A lone rank exchanges nothing and has no check of its own gradients: to
+show what that check costs on a GPU, `--force-check` turns it on for one rank too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from model_check.config import Config, load_config
+from model_check.engine.arrangement import Arranged, arrange_llama
+from model_check.engine.inputs import RandomState
+from model_check.engine.optimizer import build_optimizer
+from model_check.engine.place import Place, join, leave
+from model_check.engine.step import TrainStep
+from model_check.observe.numerics.finite import watch_replica
+
+
+@dataclass(frozen=True)
+class Result:
+    """Median over the pairs of blocks."""
+
+    device: str
+    ranks: int
+    parameters: int
+    step_ms_off: float
+    step_ms_on: float
+    overhead_percent: float
+    spread_percent: float  # from the first to the third quartile of the pairs
+    cpu_overhead_percent: float
+    pairs: int
+    steps_per_block: int
+    local_check: bool
+
+
+def settings(options: argparse.Namespace) -> Config:
+    sizes = (
+        ["model.model_path=llama-3.1-8b", f"model.num_layers={options.layers}"]
+        if options.device == "cuda"
+        else [f"model.num_layers={options.layers}", "model.hidden_size=256", "model.intermediate_size=768"]
+    )
+    return load_config(
+        preset="debug",
+        overrides=[
+            *sizes,
+            f"training.context_length={options.context}",
+            f"training.batch_size={options.batch}",
+            f"training.precision={'bf16' if options.device == 'cuda' else 'fp32'}",
+            f"training.compile={'auto' if options.device == 'cuda' else 'off'}",
+            "parallel.strategy=ddp",
+        ],
+    )
+
+
+def build(config: Config, arranged: Arranged, place: Place) -> TrainStep:
+    return TrainStep(
+        arranged.model,
+        build_optimizer(arranged.bare_model, config.training),
+        arranged.precision,
+        place,
+        max_grad_norm=1.0,
+        passes=arranged.passes,
+        norm_of=arranged.norm_of,
+        losses_in_job=arranged.losses_in_job,
+        local_check=arranged.local_check,
+    )
+
+
+def switch(step: TrainStep, on: bool, check: object) -> None:
+    """The hooks stay where they are; switched off, they return at once and the step asks nothing."""
+    step._local_check = check if on else None  # type: ignore[assignment]
+    step.holds_after_hit = on
+
+
+def measure(options: argparse.Namespace, rank: int, ranks: int) -> Result | None:
+    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
+    place = Place(rank, ranks, device)
+    torch.set_num_threads(1)
+    join(place, backend=None, timeout_s=600)
+    config = settings(options)
+    vocabulary = 128256 if options.device == "cuda" else 4096
+    arranged = arrange_llama(config, place, vocabulary)
+    step = build(config, arranged, place)
+    check = arranged.local_check
+    if check is None and options.force_check:
+        check = watch_replica(arranged.bare_model, device)
+    looks = check.look if check is not None else None
+    tokens = torch.randint(0, 4096, (options.batch, options.context + 1), device=device)
+    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def block(on: bool) -> tuple[float, float]:
+        switch(step, on, check)
+        if check is not None and looks is not None:
+            check.look = looks if on else (lambda piece, gradient: None)  # type: ignore[method-assign]
+        return timed(step, batch, options.steps, device, keeps_state=on)
+
+    block(True), block(False)
+    pairs = []
+    for number in range(options.pairs):
+        # Alternating the order keeps a machine that warms up, or slows down, from favouring one of them.
+        first, second = block(number % 2 == 0), block(number % 2 == 1)
+        on, off = (first, second) if number % 2 == 0 else (second, first)
+        pairs.append((on, off))
+    result = None
+    if rank == 0:
+        ratios = sorted(on[0] / off[0] for on, off in pairs)
+        quartiles = statistics.quantiles(ratios, n=4)
+        result = Result(
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+            ranks=ranks,
+            parameters=sum(p.numel() for p in arranged.bare_model.parameters()),
+            step_ms_off=1e3 * statistics.median(off[0] for _, off in pairs),
+            step_ms_on=1e3 * statistics.median(on[0] for on, _ in pairs),
+            overhead_percent=100 * (statistics.median(ratios) - 1),
+            spread_percent=100 * (quartiles[2] - quartiles[0]),
+            cpu_overhead_percent=100 * (statistics.median(on[1] / off[1] for on, off in pairs) - 1),
+            pairs=options.pairs,
+            steps_per_block=options.steps,
+            local_check=check is not None,
+        )
+    leave()
+    return result
+
+
+def timed(
+    step: Callable[..., object], batch: object, steps: int, device: torch.device, *, keeps_state: bool
+) -> tuple[float, float]:
+    """Seconds of wall time and of this process's CPU time, per step."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start, start_cpu = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        if keeps_state:
+            RandomState.capture(device)
+        step([batch], 1e-6)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps, (time.process_time() - start_cpu) / steps
+
+
+def _worker(rank: int, options: argparse.Namespace, ranks: int, port: int, answers: mp.SimpleQueue) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    result = measure(options, rank, ranks)
+    if result is not None:
+        answers.put(result)
+
+
+def on_ranks(options: argparse.Namespace, ranks: int) -> Result:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    answers = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_worker, args=(options, ranks, port, answers), nprocs=ranks)
+    result: Result = answers.get()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", default="1", help="numbers of ranks, comma-separated; env: this is one of a job")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--context", type=int, default=None, help="default: 8192 on a GPU, 128 on the CPU")
+    parser.add_argument("--batch", type=int, default=None, help="default: 2 on a GPU, 4 on the CPU")
+    parser.add_argument("--steps", type=int, default=5, help="in a block")
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--force-check", action="store_true", help="check a lone rank's own gradients too")
+    parser.add_argument("--out", type=Path, default=None, help="write the results here, as JSON")
+    options = parser.parse_args()
+    options.context = options.context or (8192 if options.device == "cuda" else 128)
+    options.batch = options.batch or (2 if options.device == "cuda" else 4)
+    if options.ranks == "env":
+        own = measure(options, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        results = [own] if own is not None else []
+    else:
+        results = [on_ranks(options, int(number)) for number in options.ranks.split(",")]
+    for result in results:
+        print(json.dumps(asdict(result)))
+    if options.out is not None and results:
+        about = {"torch": torch.__version__, "host_cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        options.out.write_text(json.dumps({**about, "results": [asdict(r) for r in results]}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Rules on numbers that are not finite: from what ranks wrote down to a finding with the guilty and the victims."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model_check.diagnose import examine, render
+from model_check.rundir import Finding, JsonlWriter, RunDir
+
+EVENT: dict[str, Any] = {
+    "step": 7,
+    "loss": 2.5,
+    "grad_norm": float("nan"),
+    "direction": "backward",
+    "module": "layers.3.gate",
+    "op": "sqrt",
+    "location": "train.py:12",
+    "function": "forward",
+    "tensor": "layers.3.gate.weight.grad",
+    "ranges": [
+        {
+            "module": f"layers.{n}",
+            "input": {"absmax": 2.0, "mean": 0.1, "finite": 1.0},
+            "output": {"absmax": 5.0, "mean": 0.2, "finite": 0.5},
+        }
+        for n in range(5)
+    ],
+    "sample_ids": list(range(12)),
+    "token_ids": [],
+    "deterministic": True,
+    "cause": "MC402",
+    "evidence": ["observed: the loss is finite; the derivative of sqrt is infinity"],
+    "local": True,
+    "dump": ".checkpoints/debug/nan_debug_step_7.safetensors",
+    "action": "halt",
+}
+
+
+def findings(folder: Path, events: dict[int, list[dict[str, Any]]], world_size: int = 4) -> list[Finding]:
+    run_dir = RunDir.create(folder)
+    for rank in range(world_size):
+        writer = JsonlWriter(run_dir.events(rank))
+        writer.write({"t": 10.0, "event": "group", "name": "default", "ranks": list(range(world_size))})
+        for number, event in enumerate(events.get(rank, [])):
+            writer.write({"t": 20.0 + number, "event": "nonfinite", "rank": rank, **event})
+        writer.close()
+    return examine(run_dir, live=False).findings
+
+
+def test_the_rank_that_wrote_it_is_guilty_and_the_others_are_victims(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path / "run", {2: [EVENT]})
+    assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [2], [0, 1, 3], 7)
+    assert (found.location, found.function, found.tensor) == ("train.py:12", "forward", EVENT["tensor"])
+    assert (found.severity, found.certainty, found.phase) == ("error", "proven", "backward")
+    assert found.title == "non-finite gradient in the backward pass only in layers.3.gate (sqrt) on rank 2"
+
+
+def test_the_evidence_holds_ranges_samples_and_files(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path / "run", {0: [EVENT]})
+    assert "observed: loss 2.5, gradient norm nan" in found.evidence
+    before = [line for line in found.evidence if line.startswith("observed: before it, ")]
+    assert len(before) == 3, "the nearest three"
+    assert before[-1] == "observed: before it, layers.4: in max 2, mean 0.1; out max 5, mean 0.2, 50.0% finite"
+    assert "observed: samples of the batch 0, 1, 2, 3, 4, 5, 6, 7 and 4 more" in found.evidence
+    assert f"observed: tensors are in {EVENT['dump']}" in found.evidence
+
+
+def test_the_same_cause_on_two_ranks_is_one_finding_and_another_line_is_another(tmp_path: Path) -> None:
+    elsewhere = {**EVENT, "cause": "MC401", "location": "train.py:40", "step": 9}
+    found = findings(tmp_path / "run", {1: [EVENT, elsewhere], 3: [EVENT]})
+    assert [(f.code, f.ranks, f.step) for f in found] == [("MC402", [1, 3], 7), ("MC401", [1], 9)]
+
+
+def test_what_was_skipped_is_a_warning_and_later_steps_are_counted(tmp_path: Path) -> None:
+    again = [{**EVENT, "action": "skip", "step": step} for step in (7, 9, 11)]
+    (found,) = findings(tmp_path / "run", {0: again})
+    assert (found.severity, found.step) == ("warning", 7)
+    assert "observed: again in 2 later steps, last 11" in found.evidence
+
+
+def test_a_transient_fault_is_only_suspected(tmp_path: Path) -> None:
+    once = {**EVENT, "cause": "MC409", "deterministic": False, "op": None, "location": None, "module": None}
+    (found,) = findings(tmp_path / "run", {3: [once]})
+    assert (found.code, found.certainty, found.ranks, found.location) == ("MC409", "suspected", [3], None)
+
+
+def test_a_rank_that_only_reports_for_the_job_is_not_guilty(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path / "run", {0: [{**EVENT, "local": False, "cause": "MC409", "deterministic": False}]})
+    assert (found.ranks, found.victims) == ([], [])
+
+
+def test_what_the_guard_found_explains_the_exception_that_ended_the_rank(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    for rank in range(2):
+        writer = JsonlWriter(run_dir.events(rank))
+        if rank == 1:
+            writer.write({"t": 20.0, "event": "nonfinite", "rank": 1, **EVENT})
+        error = {"type": "NumericsError", "message": "[MC402] step 7 has non-finite gradients", "frames": []}
+        writer.write({"t": 21.0, "event": "exception", "thread": "MainThread", **error})
+        writer.close()
+    (found,) = examine(run_dir, live=False).findings
+    assert (found.code, found.ranks, found.victims) == ("MC402", [1], [0])
+
+
+def test_the_dump_is_never_opened(tmp_path: Path) -> None:
+    trap = tmp_path / "nan_debug_step_7.safetensors"
+    trap.with_suffix(".pkl").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    found = findings(tmp_path / "run", {0: [{**EVENT, "dump": str(trap)}]})
+    assert str(trap) in " ".join(found[0].evidence)
+    assert not Path("opened").exists()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes=st.dictionaries(st.sampled_from([*EVENT, "fix"]), json_values, max_size=4))
+def test_whatever_stands_in_an_event_the_rules_hold(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
+) -> None:
+    run_dir = RunDir.create(tmp_path_factory.mktemp("any") / "run")
+    writer = JsonlWriter(run_dir.events(0))
+    writer.write({"t": 1.0, "event": "nonfinite", "rank": 0, **EVENT, **changes})
+    writer.close()
+    verdict = examine(run_dir, live=False)
+    assert all(f.code.startswith("MC4") for f in verdict.findings)
+    json.dumps([f.__dict__ for f in verdict.findings])
+    render(verdict)

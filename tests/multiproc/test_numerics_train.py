@@ -1,0 +1,93 @@
+"""`model-check train` on weights that overflow: the terminal, the files and the verdict, in several layouts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model_check.config import load_config, resolve_shape
+from model_check.models import build_model
+from tests.conftest import ROOT, Outcome, Shell
+
+PAGE = ROOT / "docs" / "numerics.md"
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A file of weights whose second block makes infinity: each factor is in range, their product is not."""
+    model = build_model(resolve_shape(load_config(preset="debug").model, 4096), seed=1)
+    state = model.state_dict()
+    for name in ("w1", "w3"):
+        state[f"layers.1.feed_forward.{name}.weight"] *= 1e24
+    torch.save(state, tmp_path / "weights.pt")
+    return tmp_path / "weights.pt"
+
+
+def train(shell: Shell, weights: Path, layout: str) -> Outcome:
+    return shell.train("--nproc", "2", "--resume", str(weights), "--set", layout, "--max-steps", "3")
+
+
+@pytest.mark.slow
+def test_the_terminal_the_dump_and_the_verdict(shell: Shell, weights: Path) -> None:
+    done = train(shell, weights, "parallel.strategy=ddp")
+    assert done.code == 1
+    lines = [line.removeprefix("[CPU0] ") for line in done.out.splitlines() if line.startswith("[CPU0] ")]
+    start = lines.index("NaN GRADIENT DETECTED [CPU 0]") - 1
+    assert lines[start : start + 10] == [
+        "=" * 80,
+        "NaN GRADIENT DETECTED [CPU 0]",
+        "=" * 80,
+        "Step: 0",
+        "Loss: nan",
+        "Gradient Norm: nan",
+        "",
+        "=" * 40,
+        "PROBLEMATIC TENSORS:",
+        "=" * 40,
+    ]
+    assert "Checkpoint saved: .checkpoints/nan_grad_step_0.pt" in lines
+    assert "Debug tensors saved: .checkpoints/debug/nan_debug_step_0.pkl" in lines
+    assert done.out.count("NaN GRADIENT DETECTED") == 1, "the lowest guilty rank prints, the others do not"
+    assert "Traceback" not in done.out + done.err
+
+    found = done.verdict()["findings"][0]
+    assert (found["code"], found["ranks"], found["step"], found["severity"]) == ("MC407", [0, 1], 0, "error")
+    assert "model_check/models/llama.py:" in found["location"]
+    assert "layers.1.feed_forward" in found["title"]
+    dumps = sorted(path.name for path in (done.run_dir / "dumps").iterdir())
+    assert "nan_debug_step_0.safetensors" in dumps and "nan_debug_step_0_rank_1.pkl" in dumps
+
+    script = re.search(r"```python\n(import pickle.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    assert script is not None
+    shown = subprocess.run(
+        [sys.executable, "-c", script[1]], cwd=shell.folder, capture_output=True, text=True, timeout=60
+    )
+    assert "layers.1.feed_forward.w2.weight: 100.0% NaN" in shown.stdout.splitlines(), shown.stderr
+
+    for pickled in (shell.folder / ".checkpoints" / "debug").glob("*.pkl"):
+        pickled.write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")  # would run a command if anybody opened it
+    again = shell.model_check("diagnose", str(done.run_dir), "--json")
+    assert json.loads(again.out)["findings"][0]["code"] == "MC407"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ranks", "victims"),
+    [
+        ("parallel.pipeline=2", [1], [0]),
+        ("parallel.tensor=2", [0, 1], []),
+    ],
+)
+def test_a_model_that_is_cut_up_names_the_rank_that_has_the_layer(
+    shell: Shell, weights: Path, layout: str, ranks: list[int], victims: list[int]
+) -> None:
+    done = train(shell, weights, layout)
+    found = done.verdict()["findings"][0]
+    assert (found["code"], found["ranks"], found["victims"]) == ("MC407", ranks, victims), done.out
+    assert "layers.1.feed_forward" in found["title"]

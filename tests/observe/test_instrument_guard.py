@@ -1,0 +1,285 @@
+"""The numerics guard of a foreign script: what it names, what it leaves alone, and what it must never change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observed_runs import Runner
+
+from model_check.errors import NumericsError
+from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE
+from model_check.observe.instrument.guard import Guard
+from model_check.observe.instrument.replicas import _Copies, bit_sum
+from model_check.rundir import RunDir, read_jsonl
+
+Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.drop = torch.nn.Dropout(0.2)
+        self.down = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.drop(torch.relu(self.norm(self.up(x)))))
+
+
+class Distance(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gap = self.embed(x) - self.embed(x.flip(0))
+        return gap.square().sum(dim=1).sqrt()  # ROOT
+
+
+class Flaky(torch.nn.Module):
+    """Bad once, and fine when asked again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(6, 3)
+        self.bad_calls = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.bad_calls -= 1
+        return self.body(x) * (math.inf if self.bad_calls == 0 else 1.0)
+
+
+class Script:
+    """Takes training steps as a script would, with the guard told what the hooks would tell it."""
+
+    def __init__(self, folder: Path, model: torch.nn.Module, mode: str) -> None:
+        torch.manual_seed(0)
+        BOX.run_dir = RunDir.create(folder)
+        BOX.open(0, world_size=1)
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self.guard = Guard()
+        self.guard.mode = mode  # type: ignore[assignment]
+
+    def step(self, x: torch.Tensor, loss_of: Loss, *, apply: bool = True) -> None:
+        call = self.guard.forward_begins(self.model, (x,), {})
+        out = self.model(x)
+        if call is not None:
+            self.guard.forward_ended(call, out)
+        loss = loss_of(out)
+        self.guard.backward_begins(loss, scaled=False)
+        loss.backward()
+        if apply:
+            self.guard.optimizer_begins(self.optimizer)
+            self.optimizer.step()
+            assert BOX.recorder is not None
+            BOX.step_done(BOX.recorder)
+            self.guard.step_done()
+        self.optimizer.zero_grad()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        assert BOX.run_dir is not None
+        return [e for e in read_jsonl(BOX.run_dir.events(0)).records if e["event"] == name]
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Script]]:
+    monkeypatch.setenv(RANK_PID_VARIABLE, "0")
+    before = BOX.run_dir
+
+    def make(model: torch.nn.Module, mode: str = "observe") -> Script:
+        return Script(tmp_path / "run", model, mode)
+
+    yield make
+    BOX.leave()
+    BOX.run_dir = before
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+
+
+def mean_square(out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+def test_a_bad_sample_is_named_with_its_place_in_the_batch(watched: Callable[..., Script]) -> None:
+    run = watched(Distance())
+    for _ in range(3):
+        run.step(torch.randn(6, 6), mean_square)
+    x = torch.randn(6, 6)
+    x[4, 2] = math.inf
+    run.step(x, mean_square)
+    (event,) = run.events("nonfinite")
+    assert (event["cause"], event["step"], event["sample_ids"]) == ("MC404", 3, [4])
+    assert (event["tensor"], event["direction"], event["action"]) == ("input 0", "forward", "observe")
+
+
+def test_a_root_at_zero_is_found_by_its_slope(watched: Callable[..., Script]) -> None:
+    run = watched(Distance())
+    run.step(torch.randn(4, 6), mean_square)
+    x = torch.randn(4, 6)
+    x[3] = x[0]
+    run.step(x, lambda out: out.mean())
+    (event,) = run.events("nonfinite")
+    assert (event["cause"], event["direction"], event["op"]) == ("MC402", "backward", "sqrt")
+    assert event["location"] == f"{__file__}:{line_of('ROOT')}" and event["function"] == "forward"
+
+
+def test_a_mean_over_nothing_is_named_by_its_line_outside_the_model(watched: Callable[..., Script]) -> None:
+    run = watched(Net())
+    mask = torch.zeros(4, 3)
+    for scale in (1.0, 0.0):
+        weights = mask + scale
+        call = run.guard.forward_begins(run.model, (torch.randn(4, 6),), {})
+        assert call is not None
+        out = run.model(call.args[0])
+        run.guard.forward_ended(call, out)
+        total = (out.square() * weights).sum()
+        loss = total / weights.sum()  # EMPTY
+        run.guard.backward_begins(loss, scaled=False)
+        loss.backward()
+        run.guard.optimizer_begins(run.optimizer)
+        run.guard.step_done()
+    (event,) = run.events("nonfinite")
+    assert (event["cause"], event["op"], event["module"]) == ("MC408", "div", None)
+    assert event["location"] == f"{__file__}:{line_of('EMPTY')}"
+    assert "observed: what the model returned is finite" in event["evidence"]
+
+
+def test_an_output_that_is_bad_once_is_called_transient(watched: Callable[..., Script]) -> None:
+    run = watched(Flaky())
+    run.step(torch.randn(4, 6), mean_square)
+    (event,) = run.events("nonfinite")
+    assert (event["cause"], event["deterministic"]) == ("MC409", False)
+
+
+def test_inputs_that_were_overwritten_are_not_replayed_and_it_says_so(watched: Callable[..., Script]) -> None:
+    run = watched(Net())
+    x = torch.randn(4, 6)
+    call = run.guard.forward_begins(run.model, (x,), {})
+    assert call is not None and call.why_not_again() == ""
+    x.zero_()
+    assert call.why_not_again() == "the script has changed its forward's inputs in place"
+
+
+def test_a_tensor_of_a_graph_is_not_kept_alive(watched: Callable[..., Script]) -> None:
+    """The logits that a loss module is given are freed in the backward, as they are without us."""
+    run = watched(Net())
+    logits = run.model(torch.randn(4, 6))
+    call = run.guard.forward_begins(torch.nn.Identity(), (logits,), {})
+    assert call is not None and call.why_not_again() == ""
+    del logits
+    assert call.why_not_again() == "what its forward was given is no longer there"
+
+
+def test_a_step_that_the_script_leaves_out_is_its_own_business(watched: Callable[..., Script]) -> None:
+    run = watched(Distance())
+    x = torch.randn(4, 6)
+    x[0, 0] = math.nan
+    run.step(x, mean_square, apply=False)
+    run.step(torch.randn(4, 6), mean_square)
+    assert run.events("nonfinite") == []
+
+
+def test_halt_refuses_the_step_and_every_later_one(watched: Callable[..., Script]) -> None:
+    run = watched(Distance(), mode="halt")
+    run.step(torch.randn(4, 6), mean_square)
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    x = torch.randn(4, 6)
+    x[0, 0] = math.nan
+    with pytest.raises(NumericsError, match="step 1 is not applied"):
+        run.step(x, mean_square)
+    with pytest.raises(NumericsError, match="--guard halt"):
+        run.step(torch.randn(4, 6), mean_square)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert [event["action"] for event in run.events("nonfinite")] == ["halt"]
+
+
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_the_replay_leaves_no_trace_in_the_script(watched: Callable[..., Script], mode: str) -> None:
+    """Running statistics, random numbers and gradients are those of a run without a guard."""
+    run = watched(Net(), mode=mode)
+    reference = Net()
+    reference.load_state_dict(run.model.state_dict())
+    states = []
+    for model, looked_at in ((run.model, True), (reference, False)):
+        torch.manual_seed(7)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        run.model, run.optimizer = model, optimizer
+        run.guard.mode = mode if looked_at else "off"  # type: ignore[assignment]
+        for number in range(6):
+            x = torch.randn(4, 6)
+            x[2, 2] = math.nan if number == 4 else 0.0
+            run.step(x, mean_square)
+        states.append((model.state_dict(), torch.get_rng_state()))
+    assert len(run.events("nonfinite")) == (mode == "observe")
+    (left, left_random), (right, right_random) = states
+    assert torch.equal(left_random, right_random)
+    assert all(torch.equal(torch.nan_to_num(left[name], 9.0), torch.nan_to_num(right[name], 9.0)) for name in left)
+
+
+COLLAPSE = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+for step in range(40):
+    out = model(torch.randn(2, 4)).half()
+    loss = (out * 60000 * 60000).float().mean() if step >= 20 else out.float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+"""
+
+
+def test_a_scaler_that_never_stops_skipping_is_an_overflow(run: Runner) -> None:
+    outcome = run(COLLAPSE, env={"MODEL_CHECK_GUARD": "observe"})
+    assert outcome.codes == [0], outcome.errors
+    assert outcome.events("guard_failed") == []
+    (event,) = outcome.events("nonfinite")
+    assert event["cause"] == "MC403" and event["location"].startswith("train.py:")
+    assert "steps in a row were left out" in " ".join(event["evidence"])
+
+
+# Sums over bits
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.bool]),
+    st.integers(1, 70),
+    st.integers(0, 3),
+    st.data(),
+)
+def test_one_changed_bit_changes_the_sum_whatever_the_type_and_place(
+    dtype: torch.dtype, count: int, offset: int, data: st.DataObject
+) -> None:
+    held = torch.zeros(count + offset, dtype=dtype)
+    tensor = held[offset:]
+    before = int(bit_sum(tensor))
+    at = data.draw(st.integers(0, count - 1))
+    tensor[at] = 1
+    assert int(bit_sum(tensor)) != before
+    start, end = sorted((data.draw(st.integers(0, count)), data.draw(st.integers(0, count))))
+    assert (int(bit_sum(tensor, start, end)) != 0) == (start <= at < end)
+
+
+def test_every_parameter_has_its_turn() -> None:
+    class Wrapped:
+        module = torch.nn.Sequential(*[torch.nn.Linear(40, 40) for _ in range(30)])
+
+    copies = _Copies(Wrapped())
+    names = {piece.name for _ in range(4) for piece in copies.take_turn()}
+    assert names == {name for name, _ in Wrapped.module.named_parameters()}
