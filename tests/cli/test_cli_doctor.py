@@ -94,26 +94,12 @@ def test_stages_are_chosen_by_name_and_keep_their_order() -> None:
 
 
 @pytest.mark.slow
-def test_this_machine_can_train(shell: Shell) -> None:
-    """The whole doctor: every stage answers, what needs no particular host is well, nothing is left behind."""
-    done = shell.model_check("doctor", "--json", HF_ENDPOINT="http://127.0.0.1:9")
-    checks = {check["name"]: check for check in json.loads(done.out)["checks"]}
-    assert done.code == int(any(check["status"] == "fail" for check in checks.values()))
-    for name in (
-        "python",
-        "torch",
-        "import torch",
-        "loopback",
-        "all-reduce",
-        "reduce-scatter",
-        "file locks",
-        "prepare",
-    ):
-        assert checks[name]["status"] in ("ok", "warn"), checks[name]
-    assert "all-reduce right" in checks["gloo ranks"]["detail"]
-    [training] = [check["detail"] for name, check in checks.items() if name.startswith("train on")]
-    falls = re.search(r"loss (\d\.\d+) → (\d\.\d+) in 12 steps", training)
-    assert falls and float(falls[2]) < float(falls[1]) - 1
+def test_a_trained_model_leaves_nothing_behind(shell: Shell) -> None:
+    """The job of the doctor is a real one, in a folder of its own; logs, checkpoints and caches go with it."""
+    done = shell.model_check("doctor", "--only", "train", "--json")
+    [check] = json.loads(done.out)["checks"]
+    falls = re.fullmatch(r"loss (\d\.\d+) → (\d\.\d+) in 12 steps, .*", check["detail"])
+    assert done.code == 0 and falls and float(falls[2]) < float(falls[1]) - 1, check
     assert list(shell.folder.iterdir()) == []
 
 
