@@ -168,6 +168,7 @@ def test_a_gpu_below_its_kind() -> None:
     assert wrong[0].status == "fail" and "product of ones is wrong" in wrong[0].detail
 
 
+@pytest.mark.slow
 def test_a_gpu_that_cannot_be_measured_is_named() -> None:
     gone = Gpu(4, "GPU-of-nobody", "NVIDIA H200", 0, 0, None)
     [check] = check_speed(Settings(gpus=(gone,)), {})
