@@ -6,10 +6,13 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -17,7 +20,7 @@ from model_check.cli.doctor import stage_table, summary
 from model_check.cli.main import main
 from model_check.doctor import STAGES, Check, chosen_stages
 from model_check.errors import UsageError
-from tests.conftest import ROOT, Shell
+from tests.conftest import BIN, ROOT, Shell
 
 CHECKS = [
     Check("memory", "ok", "21.8 GiB of memory, 2 cores"),
@@ -101,6 +104,21 @@ def test_a_trained_model_leaves_nothing_behind(shell: Shell) -> None:
     falls = re.fullmatch(r"loss (\d\.\d+) → (\d\.\d+) in 12 steps, .*", check["detail"])
     assert done.code == 0 and falls and float(falls[2]) < float(falls[1]) - 1, check
     assert list(shell.folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_doctor_that_is_ended_ends_its_job(shell: Shell) -> None:
+    command = [str(BIN / "model-check"), "doctor", "--only", "train"]
+    with subprocess.Popen(command, cwd=shell.folder, env=shell.environment(), stdout=subprocess.DEVNULL) as doctor:
+        us = psutil.Process(doctor.pid)
+        deadline = time.monotonic() + 60
+        while len(job := us.children(recursive=True)) < 2:
+            assert doctor.poll() is None and time.monotonic() < deadline, "the trainer and its rank must appear"
+            time.sleep(0.05)
+        doctor.terminate()
+        assert doctor.wait(30) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(job, timeout=10)
+    assert alive == []
 
 
 @pytest.mark.parametrize(
