@@ -34,7 +34,7 @@ def plan_gate(run_dir: RunDir, nproc: int, *, followed: bool = False) -> GatePla
 
 
 def patience(environ: Mapping[str, str]) -> float:
-    """How long a rank waits for a slot, in seconds: a holder may be stopped, but a large model may also compile long."""
+    """Seconds that a rank waits for a slot: its holder may be stopped, or it may compile a large model."""
     text = environ.get(PATIENCE_VARIABLE)
     if text is None:
         return DEFAULT_PATIENCE_S
