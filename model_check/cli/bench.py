@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from model_check.cli.doctor import settings_for
+from model_check.cli.doctor import jobs_end_with_us, settings_for
 from model_check.cli.flags import configured
 from model_check.errors import LaunchError, UsageError
 
@@ -48,7 +48,8 @@ def throughput(
     ]
     words += [word for path in files for word in ("--config", str(path))]
     words += [word for value in overrides or [] for word in ("--set", value)]
-    result = measure_training(settings_for(resolved), words, steps, _LIMIT_S)
+    with jobs_end_with_us():
+        result = measure_training(settings_for(resolved), words, steps, _LIMIT_S)
     _show(
         "throughput",
         [asdict(result)],
@@ -104,7 +105,8 @@ def comm(
     """
     from model_check.doctor.comm import measure
 
-    measured = measure(settings_for(configured(None, False, [], [])), _sizes(sizes) if sizes else None, nproc)
+    with jobs_end_with_us():
+        measured = measure(settings_for(configured(None, False, [], [])), _sizes(sizes) if sizes else None, nproc)
     if measured.problem:
         raise LaunchError(measured.problem, remedy="model-check doctor --only ranks finds out why")
     rows = [{"ranks": measured.ranks, "device": measured.kind, **asdict(rate)} for rate in measured.rates]
@@ -143,7 +145,9 @@ def startup(
         raise UsageError(f"--ways {ways} cannot be read", remedy=f"use one or more of {','.join(WAYS)}")
     settings = settings_for(configured(None, False, [], []))
     ranks = nproc or len(settings.gpus) or settings.cpu_ranks
-    rows = [{**asdict(start), "median_s": start.median_s} for start in measure_starts(settings, chosen, ranks, rounds)]
+    with jobs_end_with_us():
+        starts = list(measure_starts(settings, chosen, ranks, rounds))
+    rows = [{**asdict(start), "median_s": start.median_s} for start in starts]
     _show(
         "startup",
         rows,

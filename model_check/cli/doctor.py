@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -58,13 +61,28 @@ def doctor(
     stages = chosen_stages(only)
     settings = settings_for(configured(preset, False, config or [], overrides or []))
     started = time.monotonic()
-    if as_json:
-        found = [check for stage in stages for check in examine(stage, settings)]
-        typer.echo(json.dumps({"checks": [check.to_json() for check in found]}, indent=2, ensure_ascii=False))
-    else:
-        found = _show(stages, settings)
-        typer.echo(summary(found, time.monotonic() - started))
+    with jobs_end_with_us():
+        if as_json:
+            found = [check for stage in stages for check in examine(stage, settings)]
+            typer.echo(json.dumps({"checks": [check.to_json() for check in found]}, indent=2, ensure_ascii=False))
+        else:
+            found = _show(stages, settings)
+            typer.echo(summary(found, time.monotonic() - started))
     return int(any(check.status == "fail" for check in found))
+
+
+@contextlib.contextmanager
+def jobs_end_with_us() -> Iterator[None]:
+    """A job runs in a session of its own: SIGTERM must unwind us, so that it is ended on the way."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def settings_for(config: Config) -> Settings:

@@ -76,7 +76,7 @@ def judge_cuda(facts: dict[str, Any], driver: Driver, gpus: int) -> Check:
         return skipped(name, "no NVIDIA driver here: ranks run on the CPU")
     found = f"driver {driver.version} serves CUDA {driver.cuda}"
     if built is None:
-        fix = "install torch for CUDA: pip install torch --index-url of the CUDA wheels (pytorch.org, Get Started)"
+        fix = "install the CUDA build of torch; its Get Started page has the command"
         return failed(name, f"{found}, but this torch was built for the CPU", fix)
     if driver.cuda and _numbers(driver.cuda)[0] < _numbers(built)[0]:
         return failed(

@@ -74,7 +74,8 @@ def _least(settings: Settings, kind: str) -> tuple[float, str]:
     limits = settings.limits
     if kind == "cpu":
         return limits.cpu_bus_warn_gb_s, "memory"
-    if read_links() and all(links > 0 for links in read_links().values()):
+    links = read_links()
+    if links and all(links.values()):
         return limits.nvlink_bus_warn_gb_s, "NVLink"
     return limits.pcie_bus_warn_gb_s, "PCIe"
 

@@ -42,13 +42,14 @@ def judge_errors(facts: GpuFacts) -> Check:
         return failed(name, f"{facts.ecc_volatile} uncorrected memory errors since the driver started", drain)
     if facts.rows_pending:
         return warned(name, "a broken row of memory is replaced at the next reset", "nvidia-smi --gpu-reset")
-    serious = [xid for xid in facts.xids if xid not in _CAUSED_BY_PROGRAMS]
+    serious = [xid for xid in facts.xids or () if xid not in _CAUSED_BY_PROGRAMS]
     if serious:
         seen = ", ".join(f"Xid {xid} ×{count}" for xid, count in Counter(serious).most_common())
         return warned(name, f"the kernel log holds {seen}", drain)
     lifetime = "" if facts.ecc_lifetime is None else f", {facts.ecc_lifetime} in its lifetime"
     ecc = "no ECC counter" if facts.ecc_volatile is None else f"no uncorrected memory error{lifetime}"
-    return passed(name, f"{ecc}, no Xid in the kernel log")
+    log = "the kernel log may not be read" if facts.xids is None else "no Xid in the kernel log"
+    return passed(name, f"{ecc}, {log}")
 
 
 def judge_clocks(facts: GpuFacts, limits: Limits) -> Check:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class GpuFacts:
     numa_node: int | None = None
     links: int = 0
     memory_bytes_per_s: float | None = None
-    xids: tuple[int, ...] = field(default=())
+    xids: tuple[int, ...] | None = None
 
 
 def read_facts(kernel_log: Path, nvml: Any | None = None) -> list[GpuFacts]:
@@ -80,8 +80,10 @@ def read_paths(nvml: Any | None = None) -> dict[tuple[int, int], str]:
         }
 
 
-def kernel_xids(path: Path) -> dict[str, list[int]]:
-    """Xid errors in the kernel's log, by PCI bus; {} where it may not be read."""
+def kernel_xids(path: Path) -> dict[str, list[int]] | None:
+    """Xid errors in the kernel's log, by PCI bus; None where it may not be read."""
+    if not os.access(path, os.R_OK):
+        return None
     found: dict[str, list[int]] = {}
     for line in _kernel_lines(path):
         match = _XID.search(line)
@@ -130,7 +132,7 @@ def _library(nvml: Any | None) -> Iterator[Any | None]:
         nvml.nvmlShutdown()
 
 
-def _facts(library: Any, handle: Any, index: int, xids: dict[str, list[int]]) -> GpuFacts:
+def _facts(library: Any, handle: Any, index: int, xids: dict[str, list[int]] | None) -> GpuFacts:
     def say(question: str, *arguments: Any) -> Any | None:
         return _ask(library, question, handle, *arguments)
 
@@ -162,7 +164,7 @@ def _facts(library: Any, handle: Any, index: int, xids: dict[str, list[int]]) ->
         numa_node=_numa_node(bus),
         links=_links(library, handle),
         memory_bytes_per_s=_memory_rate(library, handle),
-        xids=tuple(xids.get(_bus(bus), ())),
+        xids=None if xids is None else tuple(xids.get(_bus(bus), ())),
     )
 
 

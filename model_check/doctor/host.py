@@ -20,6 +20,7 @@ def check_host(settings: Settings) -> Iterator[Check]:
     limits = settings.limits
     cores = len(os.sched_getaffinity(0))
     yield judge_memory(psutil.virtual_memory().available, _container_limit(), cores, limits)
+    yield judge_load(os.getloadavg()[0], cores, limits)
     yield check_open_files(limits)
     yield check_processes(limits)
     yield check_locked_memory(limits, settings.places.infiniband)
@@ -44,6 +45,14 @@ def judge_memory(available: int, container: int | None, cores: int, limits: Limi
     if usable < limits.memory_warn:
         return warned("memory", detail, fix)
     return passed("memory", detail)
+
+
+def judge_load(load: float, cores: int, limits: Limits) -> Check:
+    """A busy host makes every measurement below look worse than the machine is."""
+    detail = f"{load:.1f} threads ran or waited for a core during the last minute, on {cores}"
+    if load > limits.load_warn * cores:
+        return warned("load", f"{detail}: what is measured here is slower than the machine", "wait, or stop other jobs")
+    return passed("load", detail)
 
 
 def check_open_files(limits: Limits) -> Check:

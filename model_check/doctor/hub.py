@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import email.utils
 import json
+import re
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as TooLate
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from model_check.doctor.check import Check, failed, passed, skipped, warned
 from model_check.doctor.settings import Limits, Settings
 
 _WHO = "/api/whoami-v2"
+_TOKEN = re.compile(r"[!-~]+")  # what may stand in a header
+_MAKE = "make one that may read at huggingface.co/settings/tokens, then export HF_TOKEN=…"
 _LOCAL = "data.dataset=synthetic or local files, data.tokenizer=builtin and model.init=random need no hub"
 
 
@@ -42,6 +44,10 @@ def check_hub(settings: Settings) -> Iterator[Check]:
         yield skipped("hub token", "only the hub knows whether it is valid")
         return
     token = find_token(settings.environ)
+    if token is not None and not _TOKEN.fullmatch(token):
+        yield passed("hub", f"{endpoint} accepts connections")
+        yield failed("hub token", "HF_TOKEN holds blanks or signs that no token has: copied with a line break?", _MAKE)
+        return
     reply = _ask_who(endpoint, token, limits.answer_s)
     if reply.status is None:
         yield warned("hub", f"{endpoint} accepts connections and sends nothing within {limits.answer_s:g} s", _LOCAL)
@@ -66,14 +72,16 @@ def find_token(environ: Mapping[str, str]) -> str | None:
 
 
 def _ask_who(endpoint: str, token: str | None, limit_s: float) -> Reply:
-    """On a thread, since a server that trickles bytes would outlast any socket timeout."""
-    pool = ThreadPoolExecutor(max_workers=1)
-    try:
-        return pool.submit(_request, endpoint, token, limit_s).result(limit_s)
-    except TooLate:
-        return Reply(None)
-    finally:
-        pool.shutdown(wait=False)
+    """On a thread that nobody waits for: a server that trickles bytes would outlast any socket timeout."""
+    replies: list[Reply] = []
+
+    def request() -> None:
+        replies.append(_request(endpoint, token, limit_s))
+
+    attempt = threading.Thread(target=request, daemon=True, name="hub-token")
+    attempt.start()
+    attempt.join(limit_s)
+    return replies[0] if replies else Reply(None)
 
 
 def _request(endpoint: str, token: str | None, limit_s: float) -> Reply:
@@ -100,13 +108,12 @@ def _date(header: str | None) -> float | None:
 
 def judge_token(reply: Reply, given: bool) -> Check:
     name = "hub token"
-    make = "make one that may read at huggingface.co/settings/tokens, then export HF_TOKEN=…"
     if not given:
-        return warned(name, "no HF_TOKEN: gated models and datasets cannot be fetched", make)
+        return warned(name, "no HF_TOKEN: gated models and datasets cannot be fetched", _MAKE)
     if reply.status == 200:
         return passed(name, f"HF_TOKEN belongs to {reply.user}" if reply.user else "HF_TOKEN is accepted")
     if reply.status in (401, 403):
-        return failed(name, f"the hub refuses HF_TOKEN (HTTP {reply.status}): expired, revoked or mistyped", make)
+        return failed(name, f"the hub refuses HF_TOKEN (HTTP {reply.status}): expired, revoked or mistyped", _MAKE)
     return warned(name, f"the hub answered HTTP {reply.status} to the question whose it is", "try again later")
 
 

@@ -84,6 +84,6 @@ def judge_import(package: Package, answer: Answer, limits: Limits) -> Check:
     seconds, size = answer.value["seconds"], answer.value["bytes"] / 2**20
     detail = f"{seconds:5.2f} s {size:5.0f} MiB" + (f"   {version}" if version else "")
     if seconds > limits.import_warn_s:
-        fix = "put the environment on a local disk; a network file system is slow for many small files"
+        fix = "a busy machine, or an environment on a network file system: put it on a local disk"
         return warned(name, detail, fix)
     return passed(name, detail)

@@ -41,6 +41,7 @@ class Limits:
     shared_memory_warn: int = GIB
     memory_fail: int = GIB
     memory_warn: int = 4 * GIB
+    load_warn: float = 2.0  # runnable threads a core
     disk_fail: int = GIB
     disk_warn: int = 20 * GIB
     write_warn_mb_s: float = 50.0
@@ -50,10 +51,10 @@ class Limits:
     processes_warn: int = 1024
     clock_skew_warn_s: float = 30.0
     clock_skew_fail_s: float = 300.0
-    import_warn_s: float = 15.0
-    import_limit_s: float = 60.0
+    import_warn_s: float = 30.0
+    import_limit_s: float = 120.0
     answer_s: float = 2.0
-    torch_limit_s: float = 60.0
+    torch_limit_s: float = 120.0
     job_limit_s: float = 120.0
     lock_limit_s: float = 10.0
     sibling_warn: float = 0.90
@@ -62,7 +63,7 @@ class Limits:
     matmul_fail: float = 0.30
     bandwidth_warn: float = 0.65
     bandwidth_fail: float = 0.40
-    cpu_bus_warn_gb_s: float = 0.05
+    cpu_bus_warn_gb_s: float = 0.01
     pcie_bus_warn_gb_s: float = 4.0
     nvlink_bus_warn_gb_s: float = 100.0
     hot_below_slowdown_c: int = 5

@@ -7,11 +7,14 @@ moment: their peaks of memory add up and they share the cores.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 
 import psutil
 
+from model_check.errors import UsageError
 from model_check.launch.memorykills import memory_cgroups, memory_in_use, memory_limit
-from model_check.observe.gate import GatePlan
+from model_check.observe.gate import DEFAULT_PATIENCE_S, PATIENCE_VARIABLE, GatePlan
 from model_check.rundir import RunDir
 
 # What a rank may need until its imports are done: torch with CUDA libraries, transformers and datasets, with room.
@@ -27,7 +30,21 @@ def plan_gate(run_dir: RunDir, nproc: int, *, followed: bool = False) -> GatePla
         cores=len(os.sched_getaffinity(0)),
         need_bytes=IMPORT_NEED_BYTES,
     )
-    return GatePlan.in_run_dir(run_dir.root, slots, followed=followed)
+    return replace(GatePlan.in_run_dir(run_dir.root, slots, followed=followed), patience_s=patience(os.environ))
+
+
+def patience(environ: Mapping[str, str]) -> float:
+    """Seconds that a rank waits for a slot: its holder may be stopped, or it may compile a large model."""
+    text = environ.get(PATIENCE_VARIABLE)
+    if text is None:
+        return DEFAULT_PATIENCE_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"{PATIENCE_VARIABLE}={text} is not a number of seconds", remedy="set it to 120, or unset it")
+    return seconds
 
 
 def slot_count(nproc: int, *, free_bytes: int, cores: int, need_bytes: int) -> int:

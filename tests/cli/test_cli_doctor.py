@@ -6,10 +6,13 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -17,7 +20,7 @@ from model_check.cli.doctor import stage_table, summary
 from model_check.cli.main import main
 from model_check.doctor import STAGES, Check, chosen_stages
 from model_check.errors import UsageError
-from tests.conftest import ROOT, Shell
+from tests.conftest import BIN, ROOT, Shell
 
 CHECKS = [
     Check("memory", "ok", "21.8 GiB of memory, 2 cores"),
@@ -94,27 +97,28 @@ def test_stages_are_chosen_by_name_and_keep_their_order() -> None:
 
 
 @pytest.mark.slow
-def test_this_machine_can_train(shell: Shell) -> None:
-    """The whole doctor: every stage answers, what needs no particular host is well, nothing is left behind."""
-    done = shell.model_check("doctor", "--json", HF_ENDPOINT="http://127.0.0.1:9")
-    checks = {check["name"]: check for check in json.loads(done.out)["checks"]}
-    assert done.code == int(any(check["status"] == "fail" for check in checks.values()))
-    for name in (
-        "python",
-        "torch",
-        "import torch",
-        "loopback",
-        "all-reduce",
-        "reduce-scatter",
-        "file locks",
-        "prepare",
-    ):
-        assert checks[name]["status"] in ("ok", "warn"), checks[name]
-    assert "all-reduce right" in checks["gloo ranks"]["detail"]
-    [training] = [check["detail"] for name, check in checks.items() if name.startswith("train on")]
-    falls = re.search(r"loss (\d\.\d+) → (\d\.\d+) in 12 steps", training)
-    assert falls and float(falls[2]) < float(falls[1]) - 1
+def test_a_trained_model_leaves_nothing_behind(shell: Shell) -> None:
+    """The job of the doctor is a real one, in a folder of its own; logs, checkpoints and caches go with it."""
+    done = shell.model_check("doctor", "--only", "train", "--json")
+    [check] = json.loads(done.out)["checks"]
+    falls = re.fullmatch(r"loss (\d\.\d+) → (\d\.\d+) in 12 steps, .*", check["detail"])
+    assert done.code == 0 and falls and float(falls[2]) < float(falls[1]) - 1, check
     assert list(shell.folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_doctor_that_is_ended_ends_its_job(shell: Shell) -> None:
+    command = [str(BIN / "model-check"), "doctor", "--only", "train"]
+    with subprocess.Popen(command, cwd=shell.folder, env=shell.environment(), stdout=subprocess.DEVNULL) as doctor:
+        us = psutil.Process(doctor.pid)
+        deadline = time.monotonic() + 60
+        while len(job := us.children(recursive=True)) < 2:
+            assert doctor.poll() is None and time.monotonic() < deadline, "the trainer and its rank must appear"
+            time.sleep(0.05)
+        doctor.terminate()
+        assert doctor.wait(30) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(job, timeout=10)
+    assert alive == []
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_scripts_of_the_guides_are_there_and_parse() -> None:
         "train_auto_gpu.sh",
         "train_ddp.py",
         "train_fsdp.py",
+        "run_6_test.py",
     }
     assert expected <= {path.name for path in (ROOT / "scripts").iterdir()}
     for path in [*(ROOT / "scripts").glob("*.sh"), ROOT / "run.sh", ROOT / "test.sh"]:

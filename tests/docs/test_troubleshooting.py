@@ -1,8 +1,8 @@
 """Every command of docs/troubleshooting.md runs, ends as the page says, and prints the lines it shows.
 
 A fence is ```console, with `slow` behind it for what takes seconds. `# exit code N` after a command says how it ends (0
-where nothing is said); `…` stands for anything. A fence whose first line is a comment with a file name is that file. The
-hub of these tests knows nobody.
+where nothing is said, `0 or 1` where it depends on the machine); `…` stands for anything. A fence whose first line is a
+comment with a file name is that file. The hub of these tests knows nobody.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.conftest import BIN, ROOT
 PAGE = ROOT / "docs" / "troubleshooting.md"
 _FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
 _FILE = re.compile(r"\A(?:#|//) (\S+\.\w+)\n")
-_EXIT = re.compile(r"\s+# exit code (\d+)$")
+_EXIT = re.compile(r"\s+# exit code (\d+(?: or \d+)*)$")
 _SYMPTOMS = (
     *("Out of memory", "NCCL errors", "It hangs", "It is slow", "The loss does not fall", "NaN or Inf"),
     *("Mixed precision", "A checkpoint does not load", "Import errors", "Configuration errors", "Several hosts"),
@@ -38,7 +38,7 @@ class Step:
     """One command of a fence: what is typed, how it ends, the lines that must be in its output."""
 
     command: str
-    code: int
+    codes: tuple[int, ...]
     lines: tuple[str, ...]
 
 
@@ -63,10 +63,10 @@ def read_blocks(text: str) -> list[Block]:
             if line.startswith("$ "):
                 ending = _EXIT.search(line)
                 command = _EXIT.sub("", line[2:]).strip()
-                steps.append(Step(command, int(ending[1]) if ending else 0, ()))
+                steps.append(Step(command, tuple(map(int, ending[1].split(" or "))) if ending else (0,), ()))
             else:
                 last = steps.pop()
-                steps.append(Step(last.command, last.code, (*last.lines, line)))
+                steps.append(Step(last.command, last.codes, (*last.lines, line)))
         blocks.append(Block(frozenset(words.split()), tuple(steps)))
     return blocks
 
@@ -119,7 +119,7 @@ def run(block: Block, folder: Path, hub: str) -> None:
             ["bash", "-c", step.command], cwd=folder, env=environ, capture_output=True, text=True, timeout=240
         )
         output = done.stdout + done.stderr
-        assert done.returncode == step.code, f"$ {step.command}\n{output}"
+        assert done.returncode in step.codes, f"$ {step.command}\n{output}"
         for line in step.lines:
             assert shown(line, output), f"$ {step.command}\ndoes not print: {line}\n{output}"
         assert "hf_expired" not in output

@@ -6,10 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model_check.cli.bench import _sizes
 from model_check.cli.main import main
 from model_check.doctor.bench.training import summarised
+from model_check.errors import UsageError
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -66,6 +69,21 @@ def test_the_first_quarter_is_not_counted() -> None:
 
 def test_sizes() -> None:
     assert _sizes("64K, 1M,2GiB,512") == [65536, 1 << 20, 2 << 30, 512]
+
+
+@given(st.lists(st.tuples(st.integers(1, 999_999), st.sampled_from(["", "K", "m", "G"])), min_size=1, max_size=5))
+def test_every_size_is_read_as_written(sizes: list[tuple[int, str]]) -> None:
+    factors = {"": 1, "K": 1 << 10, "m": 1 << 20, "G": 1 << 30}
+    text = " , ".join(f"{number}{unit}" for number, unit in sizes)
+    assert _sizes(text) == [number * factors[unit] for number, unit in sizes]
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        assert all(size > 0 for size in _sizes(text))
+    except UsageError as error:
+        assert error.exit_code == 2 and "cannot be read at" in error.message
 
 
 @pytest.mark.parametrize(

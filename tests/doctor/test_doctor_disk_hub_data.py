@@ -87,6 +87,11 @@ def test_a_token_that_is_wrong_or_missing(hub: Hub, environ: dict[str, str], sta
     assert "hf_wrong_secret" not in check.detail + check.fix
 
 
+def test_a_token_with_a_line_break_inside(hub: Hub) -> None:
+    check = of_hub(hub, HF_TOKEN=f"{TOKEN[:9]}\n{TOKEN[9:]}")["hub token"]
+    assert check.status == "fail" and "line break" in check.detail and TOKEN[9:] not in check.detail
+
+
 def test_the_token_of_the_login_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     assert find_token({"HF_HOME": str(tmp_path)}) == TOKEN

@@ -14,7 +14,7 @@ import pytest
 from model_check.doctor import Limits, Settings
 from model_check.doctor.basic import Driver, judge_cuda, judge_nccl, judge_python, judge_torch
 from model_check.doctor.check import gib
-from model_check.doctor.host import check_host, check_shared_memory, judge_clock, judge_memory
+from model_check.doctor.host import check_host, check_shared_memory, judge_clock, judge_load, judge_memory
 from model_check.doctor.network import check_environment, check_host_name, check_loopback, check_port
 from tests.doctor.conftest import confined
 
@@ -36,7 +36,7 @@ TORCH = {
 def test_every_limit_of_this_host_is_read() -> None:
     """Whether it is well is the host's affair; what is read must be what the system says."""
     checks = {check.name: check for check in check_host(Settings())}
-    assert set(checks) == {"memory", "open files", "processes", "locked memory", "shared memory", "clock"}
+    assert set(checks) == {"memory", "load", "open files", "processes", "locked memory", "shared memory", "clock"}
     assert f"{len(os.sched_getaffinity(0))} core" in checks["memory"].detail
     assert checks["clock"].status == "ok"
     assert all(check.fix for check in checks.values() if check.status != "ok")
@@ -82,6 +82,12 @@ def test_little_memory() -> None:
     small = judge_memory(64 * GIB, GIB // 2, 8, limits)
     assert small.status == "fail" and "the container's limit; the host has 64 GiB free" in small.detail
     assert judge_memory(2 * GIB, None, 1, limits).status == "warn"
+
+
+def test_a_busy_host() -> None:
+    assert judge_load(3.9, 2, Limits()).status == "ok"
+    busy = judge_load(19.4, 2, Limits())
+    assert busy.status == "warn" and busy.detail.startswith("19.4 threads ran or waited") and "on 2:" in busy.detail
 
 
 def test_a_clock_before_the_last_installation(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model_check.doctor import Check, Limits, Settings
 from model_check.doctor.comm import Rate, judge_rates
 from model_check.doctor.gpu import check_gpus, judge_clocks, judge_company, judge_connections, judge_errors
-from model_check.doctor.gpu_facts import GpuFacts, kernel_xids, read_facts, read_paths
+from model_check.doctor.gpu_facts import GpuFacts, _bus, kernel_xids, read_facts, read_paths
 from model_check.doctor.gpu_speed import Rates, check_speed, judge_speeds
 from model_check.doctor.imports import Package, check_imports
 from model_check.doctor.ranks import check_start
@@ -101,7 +104,8 @@ def test_the_worst_come_first(package: MakePackage) -> None:
         ({"rows_failed": True}, "fail", "no spare row"),
         ({"rows_pending": True}, "warn", "at the next reset"),
         ({"xids": (79, 79, 48)}, "warn", "Xid 79 ×2, Xid 48 ×1"),
-        ({"xids": (13, 31)}, "ok", "no Xid"),
+        ({"xids": (13, 31)}, "ok", "no Xid in the kernel log"),
+        ({"xids": None}, "ok", "the kernel log may not be read"),
         ({"ecc_volatile": None}, "ok", "no ECC counter"),
     ],
 )
@@ -164,6 +168,7 @@ def test_a_gpu_below_its_kind() -> None:
     assert wrong[0].status == "fail" and "product of ones is wrong" in wrong[0].detail
 
 
+@pytest.mark.slow
 def test_a_gpu_that_cannot_be_measured_is_named() -> None:
     gone = Gpu(4, "GPU-of-nobody", "NVIDIA H200", 0, 0, None)
     [check] = check_speed(Settings(gpus=(gone,)), {})
@@ -248,8 +253,29 @@ def test_what_the_driver_says_is_read(tmp_path: Path) -> None:
     assert read_paths(StandInDriver()) == {(0, 1): "the link between CPU sockets"}
 
 
+@given(
+    st.integers(0, 0xFFFF),
+    st.integers(0, 0xFF),
+    st.integers(0, 0x1F),
+    st.lists(st.integers(1, 200), max_size=4),
+    st.text(max_size=30),
+)
+def test_every_spelling_of_a_bus_finds_its_xids(
+    domain: int, bus: int, device: int, xids: list[int], noise: str
+) -> None:
+    """NVML writes eight digits and capitals, the kernel four and small letters, with or without the function."""
+    lines = [f"6,1,2,-;NVRM: Xid (PCI:{domain:04x}:{bus:02x}:{device:02x}): {xid}, pid=1" for xid in xids]
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace") as log:
+        log.write("\n".join([noise.replace("NVRM", ""), *lines]))
+        log.flush()
+        found = kernel_xids(Path(log.name))
+    assert found is not None
+    assert found.get(_bus(f"{domain:08X}:{bus:02X}:{device:02X}.0"), []) == xids
+    assert sum(map(len, found.values())) == len(xids)
+
+
 def test_a_kernel_log_that_may_not_be_read(tmp_path: Path) -> None:
-    assert kernel_xids(tmp_path / "nothing") == {}
+    assert kernel_xids(tmp_path / "nothing") is None
 
 
 def job(tmp_path: Path, source: str) -> tuple[str, ...]:

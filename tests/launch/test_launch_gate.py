@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch_jobs import wait_until
 
-from model_check.launch.gate import IMPORT_NEED_BYTES, free_memory, slot_count
+from model_check.errors import UsageError
+from model_check.launch.gate import IMPORT_NEED_BYTES, free_memory, patience, slot_count
 from model_check.observe.gate import Gate, GatePlan
 from tests.conftest import Shell
 
@@ -60,6 +61,17 @@ def test_a_plan_survives_the_environment(plan: GatePlan) -> None:
 @pytest.mark.parametrize("slots", ["", "0", "-1", "many"])
 def test_an_environment_without_slots_has_no_gate(slots: str) -> None:
     assert GatePlan.from_environment({"MODEL_CHECK_GATE_DIR": "/x", "MODEL_CHECK_GATE_SLOTS": slots}) is None
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, 120.0), ("7.5", 7.5), ("0", 0.0)])
+def test_patience_can_be_set(text: str | None, expected: float) -> None:
+    assert patience({} if text is None else {"MODEL_CHECK_GATE_PATIENCE_S": text}) == expected
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
+def test_a_patience_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"MODEL_CHECK_GATE_PATIENCE_S={text} is not a number of seconds"):
+        patience({"MODEL_CHECK_GATE_PATIENCE_S": text})
 
 
 @pytest.fixture
@@ -203,6 +215,31 @@ def test_a_foreign_script_imports_in_turn_and_the_gate_is_not_held_while_it_join
 def test_an_unknown_way_to_start_is_refused(shell: Shell) -> None:
     done = shell.model_check("run", "--start", "slowly", "script.py")
     assert done.code == 2 and "--start slowly is not a way to start a script" in done.err
+
+
+COMPILES = """
+import torch, torch.distributed as dist
+from torch._dynamo.utils import counters
+dist.init_process_group("gloo")
+double = torch.compile(lambda x: (x * 2).sum())
+double(torch.ones(8))
+dist.barrier()
+seen = counters["inductor"]
+print("hits", seen["fxgraph_cache_hit"], "misses", seen["fxgraph_cache_miss"], flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_compiles_and_the_other_loads_what_it_made(shell: Shell) -> None:
+    (shell.folder / "script.py").write_text(COMPILES)
+    started = ["run", "--start", "gate", "--nproc", "2", "--run-dir", "out", "script.py"]
+    cache = str(shell.folder / "cache")
+    done = shell.model_check(*started, TORCHINDUCTOR_CACHE_DIR=cache, MODEL_CHECK_GATE_PATIENCE_S="1000")
+    assert done.code == 0, done.err
+    counts = sorted(re.findall(r"hits (\d) misses (\d)", done.out))
+    slots = len(list((shell.folder / "out" / "gate").glob("*/slot-*.lock")))
+    assert counts == [("0", "1"), ("1", "0")] or slots > 1, counts
 
 
 @pytest.mark.slow

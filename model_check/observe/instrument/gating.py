@@ -61,7 +61,7 @@ def through_the_gate(what: str) -> Iterator[None]:
 
 
 def patch_inductor(module: ModuleType) -> None:
-    """torch._inductor.compile_fx: the first rank compiles and fills the cache they share, the next ones load it."""
+    """torch._inductor.compile_fx gets a span; at a gate the first rank fills the cache, the next ones load from it."""
     module.compile_fx = _gated(module.compile_fx)  # type: ignore[attr-defined]
 
 
@@ -69,7 +69,7 @@ def _gated(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def gated(*args: Any, **kwargs: Any) -> Any:
         recorder = BOX.recorder
-        if GATE.gate is None or recorder is None:
+        if recorder is None:
             return compile_fx(*args, **kwargs)
         with through_the_gate("torch.compile"):
             span = BOX.begin(recorder, _COMPILING, "torch.compile")
