@@ -7,14 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from model_check.data.encoded import EncodedDocuments
 from model_check.data.packed import PackedCache, SplitWriter
-
-# A busy machine stretches any example: how long one takes is measured in benchmarks, not here.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 MakeCache = Callable[..., PackedCache]
 

@@ -8,7 +8,6 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from conftest import MakeCache
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from model_check.data import BatchLoader, Cursor, check_rank_slices
 from model_check.data.packed import PackedCache
 from model_check.data.permutation import Permutation
 from model_check.errors import DataError
+from tests.data.conftest import MakeCache
 
 CONTEXT = 4
 with_fixtures = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

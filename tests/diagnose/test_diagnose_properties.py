@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from conftest import Stage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from staging import Stage
 
 OPS = st.sampled_from(["all_reduce", "broadcast", "all_gather", "barrier", "reduce_scatter"])
 CALLS = st.lists(st.tuples(OPS, st.integers(40, 44), st.integers(1, 9)), min_size=1, max_size=6)

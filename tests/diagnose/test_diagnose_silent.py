@@ -7,9 +7,9 @@ import random
 from typing import Any
 
 import pytest
-from conftest import Stage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from staging import Stage
 
 from model_check.diagnose.warnings_training import grows, spike_in
 from model_check.rundir import Finding, JsonlWriter
