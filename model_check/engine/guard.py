@@ -208,6 +208,8 @@ class Guard:
             return None
         dump = self._dump(found, "" if is_reporter else f"_rank_{self._place.rank}")
         evidence = found.evidence(dump)
+        if not found.agreed.reproduced and found.is_own:
+            evidence.append(f"observed: rank {self._place.rank} runs on {_device_text(self._place)}")
         BOX.event(
             "nonfinite",
             **found.facts(),
@@ -263,6 +265,14 @@ class Guard:
 
 def _shown(file: str) -> str:
     return BOX.code.shown(file) or file
+
+
+def _device_text(place: Place) -> str:
+    """Which piece of hardware to suspect; its serial identity outlives a renumbering."""
+    if place.device.type != "cuda":
+        return place.label
+    properties = torch.cuda.get_device_properties(place.device)
+    return f"{place.label} ({properties.name}, {getattr(properties, 'uuid', 'no uuid')})"
 
 
 def _all_ignored(batch: Any) -> bool:
