@@ -54,19 +54,16 @@ class Result:
 
 
 def settings(options: argparse.Namespace) -> Config:
-    sizes = (
-        ["model.model_path=llama-3.1-8b", f"model.num_layers={options.layers}"]
-        if options.device == "cuda"
-        else [f"model.num_layers={options.layers}", "model.hidden_size=256", "model.intermediate_size=768"]
-    )
+    """On a GPU the shape of the 8B model, as production trains it; on the CPU something small."""
+    on_gpu = options.device == "cuda"
+    small = ["model.hidden_size=256", "model.intermediate_size=768"]
     return load_config(
-        preset="debug",
+        preset="production" if on_gpu else "debug",
         overrides=[
-            *sizes,
+            *(["training.precision=bf16"] if on_gpu else small),
+            f"model.num_layers={options.layers}",
             f"training.context_length={options.context}",
             f"training.batch_size={options.batch}",
-            f"training.precision={'bf16' if options.device == 'cuda' else 'fp32'}",
-            f"training.compile={'auto' if options.device == 'cuda' else 'off'}",
             "parallel.strategy=ddp",
         ],
     )

@@ -53,6 +53,7 @@ def fit_to_gpus(
     job = Job(config, shape_of(config), world_size, device, ranks_per_host)
     option = job.as_configured()
     if option.fits or force:
+        say_if_crowded(gpus, option, say)
         if not option.fits:
             say(f"plan: {describe_need(option)}; tried all the same (--force)")
         return Fitted(config, run_plan(job, option))
@@ -69,6 +70,16 @@ def fit_to_gpus(
         return Fitted(config, run_plan(job, option))
     found = advise(job, eight_bit=eight_bit, host_bytes=host_bytes)
     raise UsageError(f"this run cannot fit: {describe_need(option)}", remedy=_remedy(job, found), code="MC503")
+
+
+def say_if_crowded(gpus: Sequence[Gpu], option: Option, say: Callable[[str], None]) -> None:
+    """What other processes hold now is theirs to give back: a warning, for they may be on their way out."""
+    for gpu in gpus:
+        if gpu.memory_free < option.memory.needed <= gpu.memory_total:
+            say(
+                f"plan: GPU {gpu.index} has {gpu.memory_free / GIB:.1f} GiB free, and a rank needs "
+                f"{option.memory.needed / GIB:.1f}: others hold {gpu.memory_used / GIB:.1f} (see model-check gpus)"
+            )
 
 
 def run_plan(job: Job, option: Option) -> dict[str, Any]:

@@ -51,6 +51,15 @@ class Outcome:
     error: NumericsError
 
 
+@dataclass(frozen=True)
+class WeightFacts:
+    """How large the weights are: what a rate, an initialisation or a format is judged by."""
+
+    size_at_start: float | None
+    widest_gain: tuple[str, float] | None
+    largest: tuple[str, float] | None
+
+
 class Guard:
     """Remembers the last steps, and explains a bad one.
 
@@ -120,13 +129,12 @@ class Guard:
 
     def _explain(self, info: StepInfo, inputs: StepInputs) -> Explanation:
         # Before anything is gathered: afterwards a sharded model may show its parameters whole, in half precision.
-        gain, largest = _widest_gain(self._model), _largest_weight(self._model)
+        weights = WeightFacts(self._weight_size, _widest_gain(self._model), _largest_weight(self._model))
         replayer = Replayer(self._train_step, self._model, _shown)
         replayed = replayer.replay(inputs, info.scale)
         agreed = self._agree(info, replayed)
         rows = self._bad_rows(replayer, inputs) if agreed.forward else None
-        situation = self._situation(info, inputs, replayed, agreed, rows)
-        cause = judge_cause(replace(situation, widest_gain=gain, largest_weight=largest))
+        cause = judge_cause(self._situation(info, inputs, replayed, agreed, rows, weights))
         found = Explanation(self._place.rank, info, inputs, replayed, agreed, cause, rows)
         verdicts = self._gather((cause.code, found.where))
         return replace(found, agreed=replace(agreed, verdict=verdicts[agreed.reporter]))
@@ -167,21 +175,28 @@ class Guard:
         return values
 
     def _situation(
-        self, info: StepInfo, inputs: StepInputs, replayed: Replayed, agreed: Agreed, rows: tuple[Row, ...] | None
+        self,
+        info: StepInfo,
+        inputs: StepInputs,
+        replayed: Replayed,
+        agreed: Agreed,
+        rows: tuple[Row, ...] | None,
+        weights: WeightFacts,
     ) -> Situation:
         return Situation(
             origin=replayed.origin,
             steps_done=self._steps_done,
             rate=info.lr,
             before=tuple(self._before),
-            weight_size=self._weight_size,
-            widest_gain=None,
+            weight_size=weights.size_at_start,
+            widest_gain=weights.widest_gain,
             bad_samples=range(len(rows)) if rows is not None else None,
             batch_samples=sum(sample_count(batch) for batch in inputs.micro_batches),
             ignored_labels=any(_all_ignored(batch) for batch in inputs.micro_batches),
             scale=info.scale if self._train_step.loss_scale.enabled else None,
             last_good_scale=self._last_good_scale,
             reproduced=agreed.reproduced,
+            largest_weight=weights.largest,
         )
 
     # Telling
@@ -193,6 +208,8 @@ class Guard:
             return None
         dump = self._dump(found, "" if is_reporter else f"_rank_{self._place.rank}")
         evidence = found.evidence(dump)
+        if not found.agreed.reproduced and found.is_own:
+            evidence.append(f"observed: rank {self._place.rank} runs on {_device_text(self._place)}")
         BOX.event(
             "nonfinite",
             **found.facts(),
@@ -248,6 +265,14 @@ class Guard:
 
 def _shown(file: str) -> str:
     return BOX.code.shown(file) or file
+
+
+def _device_text(place: Place) -> str:
+    """Which piece of hardware to suspect; its serial identity outlives a renumbering."""
+    if place.device.type != "cuda":
+        return place.label
+    properties = torch.cuda.get_device_properties(place.device)
+    return f"{place.label} ({properties.name}, {getattr(properties, 'uuid', 'no uuid')})"
 
 
 def _all_ignored(batch: Any) -> bool:

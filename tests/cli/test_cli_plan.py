@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,14 @@ def test_a_run_that_fits_starts_in_silence_and_leaves_its_plan() -> None:
     assert fitted.plan["fits"] and fitted.plan["gpu"] == "H200"
     assert fitted.plan["memory"]["peak_gib"] == pytest.approx(33.4, rel=0.02)
     assert fitted.plan["remedies"][0]["flags"].startswith("--set training.batch_size=1")
+
+
+def test_memory_that_others_hold_is_a_warning() -> None:
+    crowded = [replace(gpu, memory_used=110 * GIB) for gpu in gpus(140, 2)]
+    fitted, said = fit("production", [gpus(140)[0], crowded[1]])
+    assert fitted.plan is not None and len(said) == 1
+    assert said[0].startswith("plan: GPU 1 has 30.0 GiB free, and a rank needs ")
+    assert "others hold 110.0" in said[0]
 
 
 def test_a_run_that_cannot_fit_stops_with_the_nearest_that_does() -> None:

@@ -232,6 +232,7 @@ def test_what_the_replay_does_not_show_again_is_transient(run_dir: RunDir) -> No
         train(Once(), [(X,)])
     found = finding(run_dir)
     assert (found.code, found.certainty, found.ranks, found.location) == ("MC409", "suspected", [0], None)
+    assert "observed: rank 0 runs on CPU0" in found.evidence
     assert events(run_dir)[0]["deterministic"] is False
 
 

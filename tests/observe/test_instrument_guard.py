@@ -16,6 +16,7 @@ from observed_runs import Runner
 from model_check.errors import NumericsError
 from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE
 from model_check.observe.instrument.guard import Guard
+from model_check.observe.instrument.readings import reading_of
 from model_check.observe.instrument.replicas import _Copies, bit_sum
 from model_check.rundir import RunDir, read_jsonl
 
@@ -75,7 +76,7 @@ class Script:
         if call is not None:
             self.guard.forward_ended(call, out)
         loss = loss_of(out)
-        self.guard.backward_begins(loss, scaled=False)
+        self.guard.backward_begins(loss, reading_of(loss))
         loss.backward()
         if apply:
             self.guard.optimizer_begins(self.optimizer)
@@ -146,7 +147,7 @@ def test_a_mean_over_nothing_is_named_by_its_line_outside_the_model(watched: Cal
         run.guard.forward_ended(call, out)
         total = (out.square() * weights).sum()
         loss = total / weights.sum()  # EMPTY
-        run.guard.backward_begins(loss, scaled=False)
+        run.guard.backward_begins(loss, reading_of(loss))
         loss.backward()
         run.guard.optimizer_begins(run.optimizer)
         run.guard.step_done()

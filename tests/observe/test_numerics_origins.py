@@ -142,6 +142,28 @@ def test_infinity_in_a_mask_is_meant() -> None:
     assert find(Net(additive), torch.randn(3, 4)) is None
 
 
+def test_a_mask_may_be_given_as_a_buffer_or_with_the_batch() -> None:
+    class Masked(nn.Module):
+        mask: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+
+        def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+            hidden = self.project(x)
+            return ((hidden @ hidden.mT + self.mask + more).softmax(-1) @ hidden).square().mean()  # both masks
+
+    more = torch.zeros(3, 3)
+    more[2, 1] = -math.inf
+    assert find(Masked(), torch.randn(3, 4), more) is None
+    more[1] = -math.inf
+    origin = find(Masked(), torch.randn(3, 4), more)
+    assert origin is not None and (origin.site.op, origin.empty_divisor) == ("softmax", True)
+    assert origin.site.location == line_of(__file__, "both masks")
+
+
 def test_a_row_that_sees_nothing_is_a_division_by_an_empty_mask() -> None:
     blind = torch.ones(3, 3, dtype=torch.bool).tril()
     blind[0] = False

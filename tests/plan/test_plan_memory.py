@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from model_check.config import SHAPES, ModelShape, load_config, resolve_shape
 from model_check.models import loss as loss_code
+from model_check.models.compile import apply_compile
 from model_check.models.llama import Llama
+from model_check.models.recompute import apply_activation_checkpointing
 from model_check.plan.activations import block_bytes, weight_copies_kept
 from model_check.plan.choice import choose_layout
 from model_check.plan.devices import parse_device
@@ -77,10 +79,14 @@ SMALL = ModelShape(2, 64, 8, 2, 8, 160, 96)
 TOKENS = 48
 
 
-def kept_for_backward(dtype: torch.dtype, *, autocast: bool) -> float:
-    """Bytes a token and block that autograd keeps of uncompiled blocks, parameters aside."""
+def kept_for_backward(dtype: torch.dtype, *, autocast: bool, compiled: bool = False, mode: str = "none") -> float:
+    """Bytes a token and block that autograd keeps of two blocks, parameters aside."""
     torch.manual_seed(0)
-    model = Llama(SMALL).to(dtype)
+    model = apply_activation_checkpointing(Llama(SMALL).to(dtype), mode)
+    if compiled:
+        torch._dynamo.reset()
+        # Decides what to keep as the real compiler does, and generates no code.
+        apply_compile(model, backend="aot_eager_decomp_partition")
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, tuple[int, torch.Tensor]] = {}
 
@@ -99,13 +105,38 @@ def kept_for_backward(dtype: torch.dtype, *, autocast: bool) -> float:
     return sum(size for size, _ in kept.values()) / TOKENS / SMALL.num_layers
 
 
+def planned_for_backward(*, autocast: bool, compiled: bool, mode: str = "none") -> float:
+    precision = "fp16" if autocast else "bf16"
+    load = Workload(1, TOKENS, precision=precision, compiled=compiled, recomputation=mode)
+    kept = block_bytes(SMALL, load, tensor=1, context_ranks=1, autocast=autocast).kept
+    return kept + weight_copies_kept(SMALL, load, tensor=1, autocast=autocast) / TOKENS
+
+
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True)])
 def test_an_uncompiled_block_keeps_what_autograd_keeps(dtype: torch.dtype, autocast: bool) -> None:
-    load = Workload(1, TOKENS, precision="fp16" if autocast else "bf16", compiled=False)
-    planned = block_bytes(SMALL, load, tensor=1, context_ranks=1, autocast=autocast).kept
-    planned += weight_copies_kept(SMALL, load, tensor=1, autocast=autocast) / TOKENS
     # Rotary tables are counted once a block; autograd holds casts of its own for queries and for keys.
-    assert planned == pytest.approx(kept_for_backward(dtype, autocast=autocast), rel=0.02)
+    measured = kept_for_backward(dtype, autocast=autocast)
+    assert planned_for_backward(autocast=autocast, compiled=False) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "mode"),
+    [
+        (torch.bfloat16, False, "none"),
+        (torch.bfloat16, False, "selective"),
+        (torch.float32, True, "none"),
+        (torch.float32, True, "full"),
+    ],
+)
+def test_a_compiled_block_keeps_what_the_compiler_decides(dtype: torch.dtype, autocast: bool, mode: str) -> None:
+    measured = kept_for_backward(dtype, autocast=autocast, compiled=True, mode=mode)
+    # What is recomputed needs the rotary tables, which all blocks share: here two blocks, in a model dozens.
+    tables = 0 if mode == "none" else 2 * 4 * SMALL.head_dim / 2 / SMALL.num_layers
+    planned = planned_for_backward(autocast=autocast, compiled=True, mode=mode)
+    # A block that keeps only its input keeps a random state besides: 5056 bytes, whatever its size.
+    random = 5056 / TOKENS if mode == "full" else 0
+    assert planned + tables + random == pytest.approx(measured, rel=0.01)
 
 
 def test_of_an_8b_block_per_token_as_the_documentation_says() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from model_check.observe.instrument.replaying import finite
 
 Mode = Literal["observe", "halt", "off"]
 _MOST_REPORTS = 1  # once weights are not finite, every later step says the same
-_SMALL = 1 << 16
+_SMALL = 1 << 12
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Guard:
         self._passes: list[_Pass] = []
         self._reports = 0
         self._late_gradient: tuple[int, Reading] | None = None
+        self._parameters: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
         self._turn = 0
         self._rate = math.nan
@@ -77,14 +79,13 @@ class Guard:
     def forward_ended(self, call: Call, result: Any) -> None:
         self._inputs.ended(call, result)
 
-    def backward_begins(self, root: Any, *, scaled: bool) -> None:
+    def backward_begins(self, root: Any, loss: Reading | None, *, scaled: bool = False) -> None:
         """`scaled`: the root is a loss times a GradScaler's factor, which may overflow in good health."""
         if not self.on:
             return
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
         self._last_place = Place.of(sys._getframe(1))
-        loss = reading_of(root)
         if loss is None or scaled:
             return
         this = _Pass(loss, calls, self._last_place)
@@ -113,7 +114,8 @@ class Guard:
             bad = None  # the script took this pass out of its gradients, or they do not depend on what is bad in it
         if bad is not None:
             self._found(step, bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place), grad_norm)
-        elif gradient is not None and self._is_bad(gradient):
+        elif gradient is not None and self._is_bad(gradient) and not _gradients_finite(optimizer):
+            # A norm overflows before its numbers do, hence the second look.
             hit = Hit.in_backward(self._loss(), self._inputs.calls, self._poles(), self._last_place)
             self._found(step, hit, grad_norm)
         elif self._late_gradient is not None and not math.isfinite(self._late_gradient[1].value()):
@@ -156,18 +158,20 @@ class Guard:
 
     def _gradient(self, optimizer: Any) -> Reading | None:
         """The size of the first gradient and of one that changes from step to step, in one number."""
-        gradients = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
-        if not gradients:
+        parameters = self._parameters.get(optimizer)
+        if parameters is None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            self._parameters[optimizer] = parameters
+        if not parameters:
             return None
-        self._turn = (self._turn + 1) % len(gradients)
-        picked = [gradients[0], gradients[self._turn]] if self._turn else gradients[:1]
-        plain = [piece for gradient in picked if (piece := local(gradient)) is not None]
-        # The largest magnitude: a norm of large numbers overflows before they do.
-        norms = [torch.linalg.vector_norm(g.detach().reshape(-1)[:_SMALL], math.inf) for g in plain if g.numel()]
-        if not norms:
-            return None
-        total = norms[0] if len(norms) == 1 else norms[0] + norms[1].to(norms[0].dtype)
-        return reading_of(total)
+        self._turn = (self._turn + 1) % len(parameters)
+        total = None
+        for parameter in (parameters[0], parameters[self._turn]):
+            gradient = local(parameter.grad) if parameter.grad is not None else None
+            if gradient is not None and gradient.numel():
+                size = torch.linalg.vector_norm(gradient.detach().reshape(-1)[:_SMALL])
+                total = size if total is None else total + size
+        return reading_of(total) if total is not None else None
 
     def _found(self, step: int, hit: Hit, grad_norm: float) -> None:
         self._reports += 1

@@ -14,6 +14,7 @@ from model_check.errors import NumericsError
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.guard import GUARD
 from model_check.observe.instrument.inputs import Call
+from model_check.observe.instrument.readings import reading_of
 from model_check.observe.instrument.replicas import REPLICAS
 from model_check.observe.instrument.scaling import SCALING
 from model_check.observe.instrument.tokens import TOKENS
@@ -69,8 +70,9 @@ def forward_failed() -> None:
 def backward_begins(root: Any) -> None:
     """`root` is what `backward` was called on, or the first of several."""
     scaled = SCALING.is_scaled(root)
-    GUARD.backward_begins(root, scaled=scaled)
-    TRENDS.backward_begins(SCALING.unscaled(root) if scaled else root)
+    loss = reading_of(SCALING.unscaled(root) if scaled else root)
+    GUARD.backward_begins(root, loss, scaled=scaled)
+    TRENDS.backward_begins(loss)
 
 
 @_harmless

@@ -52,8 +52,7 @@ class Trends:
         self._largest_output = reading_of(plain.detach().abs().amax())
         self._choices = plain.shape[-1]
 
-    def backward_begins(self, root: Any) -> None:
-        loss = reading_of(root)
+    def backward_begins(self, loss: Reading | None) -> None:
         if loss is not None:
             self._step_loss = loss
 

@@ -90,7 +90,8 @@ class Origin:
     before: tuple[ModuleRange, ...] = field(default=(), compare=False)
 
 
-_MEANT = Origin("forward", Site("mask", "", "", "", 0), "inf", "")
+_MEANT = Origin("forward", Site("mask", "", "", "", 0), "inf", "", received=True)
+"""Of minus infinity in a mask: nobody's fault."""
 
 
 class OriginFinder(TorchDispatchMode):
@@ -115,15 +116,25 @@ class OriginFinder(TorchDispatchMode):
     @contextmanager
     def watching(self, inputs: Iterable[tuple[str, Any]]) -> Iterator[OriginFinder]:
         """Watches; `inputs` are the tensors of the batch, by name."""
-        given = [(f"parameter {name}", p.detach()) for name, p in self._model.named_parameters()]
-        for name, tensor in [*given, *((f"input {name}", value) for name, value in inputs)]:
-            if checkable(tensor) and not is_finite(tensor):
-                site = Site("", "", "", "", 0)
-                self._origins[_memory(tensor)] = Origin(
-                    "forward", site, _kind(tensor), _dtype(tensor), (Range.of(tensor),), given=name
-                )
+        for name, parameter in self._model.named_parameters():
+            self._note_given(f"parameter {name}", parameter.detach(), may_mask=False)
+        for name, buffer in self._model.named_buffers():
+            self._note_given(f"buffer {name}", buffer, may_mask=True)
+        for name, tensor in inputs:
+            self._note_given(f"input {name}", tensor, may_mask=True)
         with self.trail.following(self._model), self:
             yield self
+
+    def _note_given(self, name: str, tensor: torch.Tensor, *, may_mask: bool) -> None:
+        if not checkable(tensor) or is_finite(tensor):
+            return
+        if may_mask and _only_minus_infinity(tensor):
+            self._origins[_memory(tensor)] = _MEANT
+            return
+        nowhere = Site("", "", "", "", 0)
+        self._origins[_memory(tensor)] = Origin(
+            "forward", nowhere, _kind(tensor), _dtype(tensor), (Range.of(tensor),), given=name
+        )
 
     def loss_reached(self, loss: torch.Tensor) -> None:
         """The forward pass of a micro-batch is done, with this loss."""
@@ -175,13 +186,7 @@ class OriginFinder(TorchDispatchMode):
         is_sum = name in _SUMS or (name in _KEEPS_A_SUM and any(_memory(t) in self._sums for t in _tensors(args)))
         bad = [t for t in outputs if checkable(t) and not is_finite(t)]
         origin = self._origin_of(func, name, args, kwargs, bad, outputs) if bad else None
-        if (
-            origin is not None
-            and self.backward is None
-            and origin is not _MEANT
-            and not origin.received
-            and _in_backward()
-        ):
+        if origin is not None and not origin.received and self.backward is None and _in_backward():
             # A bad number of the forward pass that did not reach the loss may still spoil a gradient.
             self.backward = replace(origin, direction="backward")
         for tensor in outputs:
