@@ -176,6 +176,11 @@ def _exception_finding(
     who = ranks_text(ranks)
     place = f" at {frame.site} in {frame.function}" if frame is not None else ""
     extra = _memory_history(root.rank) if code in ("MC307", "MC501") else []
+    if code == "MC307":
+        extra += [
+            f"observed: launch.memory_limit_gb={limit.get('gb')} is the address space of each rank"
+            for limit in evidence.said("address_space_limit")[-1:]
+        ]
     if code == "MC110" and (path := _file_being_read(root.rank, root.began)):
         extra.append(f"observed: it was reading {path}")
     if code == "MC216":

@@ -77,6 +77,8 @@ def launch_job(
         hooks = ResidentWatch(memory_limit_gb).added_to(hooks)
     logs = LogDir.create(run_dir)
     with closing(Journal(run_dir)) as journal:
+        if address_space_gb is not None:
+            journal.write("address_space_limit", gb=address_space_gb)
         result = _run(
             lambda: _open_nursery(entry, payload, start, preload_modules, needs_cuda, address_space_gb),
             placement,

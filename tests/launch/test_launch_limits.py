@@ -147,6 +147,7 @@ def test_a_rank_over_its_address_space_is_named_with_the_line(shell: Shell) -> N
     assert done.code == 1
     finding = json.loads((shell.folder / "out" / "verdict.json").read_text())["findings"][0]
     assert (finding["code"], finding["ranks"], finding["location"]) == ("MC307", [0], "script.py:2")
+    assert "observed: launch.memory_limit_gb=2.0 is the address space of each rank" in finding["evidence"]
 
 
 @pytest.mark.slow
