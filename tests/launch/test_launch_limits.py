@@ -131,6 +131,7 @@ sys.exit(result.exit_code)
 """
 
 
+@pytest.mark.slow
 def test_a_gpu_rank_over_its_limit_ends_the_job_by_name(shell: Shell) -> None:
     done = shell.run(sys.executable, "-c", WATCHED)
     assert done.code == 128 + signal.SIGKILL, done.err
