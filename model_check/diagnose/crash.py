@@ -188,6 +188,11 @@ def _exception_finding(
         fix = memory_fixes(account, evidence.plan)
         if code == "MC501" and account.fragmented:
             code, about = "MC502", "{who} found its device memory in pieces too small to use"
+    if code == "MC307":
+        extra += [
+            f"observed: launch.memory_limit_gb={limit.get('gb')} is the address space of each rank"
+            for limit in evidence.said("address_space_limit")[-1:]
+        ]
     if said is not exception:
         again = user_frame({**exception, "origin": None})
         where = f", raised again at {again.site}" if again is not None else ""

@@ -80,6 +80,8 @@ def launch_job(
     with closing(Journal(run_dir)) as journal:
         if old := remove_old_logs(logs.path.parent):
             journal.write("old_logs_removed", folders=[folder.name for folder in old])
+        if address_space_gb is not None:
+            journal.write("address_space_limit", gb=address_space_gb)
         result = _run(
             lambda: _open_nursery(entry, payload, start, preload_modules, needs_cuda, address_space_gb),
             placement,

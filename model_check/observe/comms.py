@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from model_check.observe.instrument import native
 
 _COMPACT_EVERY = 2048
-_MOST_PENDING = 4096
+_MOST_PENDING = 64  # a Work holds its tensors: one that nobody in Python waits for must not be kept
 # DDP's reducer may be the last owner of a group, which then waits for a thread of ours that needs the GIL.
 _GROUPS_SEEN: dict[str, Any] = {}
 
@@ -225,8 +225,9 @@ class CommunicationProfiler:
         try:
             future = work.get_future()
         except RuntimeError:  # gloo's reduce-scatter and messages have none: their end is seen when somebody waits
-            if len(self._waited_for) < _MOST_PENDING:
-                self._waited_for[id(work)] = (call, work)
+            if len(self._waited_for) >= _MOST_PENDING:
+                self._waited_for.pop(next(iter(self._waited_for)))
+            self._waited_for[id(work)] = (call, work)
             with self._lock:
                 kind.untimed += 1
             return
@@ -240,7 +241,7 @@ class CommunicationProfiler:
                 call.kind.untimed += 1
             return
         self._on_device.append((call, work))
-        if len(self._on_device) > 64:
+        if len(self._on_device) >= _MOST_PENDING:
             self._collect_from_device()
 
     def _collect_from_device(self) -> None:

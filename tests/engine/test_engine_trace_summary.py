@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_check.engine.trace_summary import DATA_WAIT, summarize
@@ -124,6 +124,7 @@ _CATS = st.sampled_from(["kernel", "gpu_memcpy", "cpu_op", "user_annotation"])
 _TIMES = st.integers(0, 300)
 
 
+@settings(deadline=None)
 @given(st.lists(st.builds(event, _CATS, _NAMES, _TIMES, _TIMES, st.integers(1, 3)), max_size=12))
 def test_shares_always_add_up(events: list[dict[str, Any]]) -> None:
     summary = summarize([step(1, 50, 200), *events])

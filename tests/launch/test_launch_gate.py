@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_jobs import wait_until
 
@@ -45,6 +45,7 @@ def test_free_memory_is_no_more_than_the_machine_has() -> None:
     assert 0 < free_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         GatePlan,

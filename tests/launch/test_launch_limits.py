@@ -117,12 +117,38 @@ def test_the_watch_leaves_a_rank_below_its_limit_alone(holder: subprocess.Popen[
     assert holder.poll() is None
 
 
+WATCHED = """
+import sys
+from model_check.launch import Command, Gpu, launch_job
+from model_check.rundir import RunDir
+
+large = "import os, time; held = bytearray(300_000_000 if os.environ['RANK'] == '1' else 0); time.sleep(60)"
+gpus = [Gpu(n, f"GPU-{n}", "pretend", 0, 0, None) for n in range(2)]
+result = launch_job(
+    Command((sys.executable, "-c", large)), nproc=2, run_dir=RunDir.create("out"), gpus=gpus, memory_limit_gb=0.1
+)
+sys.exit(result.exit_code)
+"""
+
+
+@pytest.mark.slow
+def test_a_gpu_rank_over_its_limit_ends_the_job_by_name(shell: Shell) -> None:
+    done = shell.run(sys.executable, "-c", WATCHED)
+    assert done.code == 128 + signal.SIGKILL, done.err
+    verdict = json.loads(shell.model_check("diagnose", "--json", "out").out)
+    finding = verdict["findings"][0]
+    assert (finding["code"], finding["ranks"]) == ("MC305", [1])
+    assert finding["title"] == "rank 1 was killed by launch.memory_limit_gb"
+    assert any(line.endswith("of host memory; launch.memory_limit_gb=0.1") for line in finding["evidence"])
+
+
 def test_a_rank_over_its_address_space_is_named_with_the_line(shell: Shell) -> None:
     (shell.folder / "script.py").write_text("small = bytearray(10)\nlarge = bytearray(5_000_000_000)\n")
     done = shell.model_check("run", "--memory-limit-gb", "2", "--run-dir", "out", "script.py")
     assert done.code == 1
     finding = json.loads((shell.folder / "out" / "verdict.json").read_text())["findings"][0]
     assert (finding["code"], finding["ranks"], finding["location"]) == ("MC307", [0], "script.py:2")
+    assert "observed: launch.memory_limit_gb=2.0 is the address space of each rank" in finding["evidence"]
 
 
 @pytest.mark.slow

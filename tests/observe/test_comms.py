@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from observed_runs import plain_environment
 
@@ -85,6 +85,7 @@ def test_time_under_several_calls_is_counted_once() -> None:
     assert busy([]) == (0.0, 0.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)), max_size=20))
 def test_busy_time_is_the_number_of_covered_instants(calls: list[tuple[int, int]]) -> None:
     covered = {second for start, length in calls for second in range(start, start + length)}

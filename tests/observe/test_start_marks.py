@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_check.observe.instrument.box import BOX
@@ -72,6 +72,7 @@ def test_there_are_twelve_and_each_names_a_thing() -> None:
 _JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(["event", "number", "t", "name"]), _JSON | st.just(EVENT)), max_size=4))
 def test_records_that_make_no_sense_are_left_out(records: list[dict[str, object]]) -> None:
     passed = last_passed(records)
