@@ -31,7 +31,8 @@ from model_check.observe.instrument.replaying import finite
 
 Mode = Literal["observe", "halt", "off"]
 _MOST_REPORTS = 1  # once weights are not finite, every later step says the same
-_SMALL = 1 << 12
+_SMALL = 1 << 14
+_TURN_EVERY = 4
 
 
 @dataclass
@@ -157,19 +158,21 @@ class Guard:
         return [pole for this in self._passes for pole in this.poles]
 
     def _gradient(self, optimizer: Any) -> Reading | None:
-        """The size of the first gradient and of one that changes from step to step, in one number."""
+        """The size of the first gradient, and in every fourth step of another one, in one number."""
         parameters = self._parameters.get(optimizer)
         if parameters is None:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             self._parameters[optimizer] = parameters
         if not parameters:
             return None
-        self._turn = (self._turn + 1) % len(parameters)
+        self._turn = (self._turn + 1) % (_TURN_EVERY * len(parameters))
+        others = () if self._turn % _TURN_EVERY else (parameters[self._turn // _TURN_EVERY],)
         total = None
-        for parameter in (parameters[0], parameters[self._turn]):
+        for parameter in (parameters[0], *others):
             gradient = local(parameter.grad) if parameter.grad is not None else None
             if gradient is not None and gradient.numel():
-                size = torch.linalg.vector_norm(gradient.detach().reshape(-1)[:_SMALL])
+                part = gradient if gradient.numel() <= _SMALL else gradient.reshape(-1)[:_SMALL]
+                size = torch.linalg.vector_norm(part.detach())
                 total = size if total is None else total + size
         return reading_of(total) if total is not None else None
 
