@@ -36,6 +36,7 @@ MISTAKES = [
     (["explain", "MC999"], "MC999"),
     (["diagnose", "nowhere"], "nowhere"),
     (["run", "nowhere.py"], "nowhere.py"),
+    (["run", "--guard", "stop", "train.py"], "observe, halt or off"),
 ]
 
 
