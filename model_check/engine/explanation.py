@@ -58,6 +58,8 @@ class Explanation:
         origin, agreed = self.replayed.origin, self.agreed
         if not agreed.reproduced:
             return f"not reproduced by a replay, suspect {ranks_text(agreed.guilty) or 'the exchange of gradients'}"
+        if self.replayed.failure is not None:
+            return f"the replay failed ({self.replayed.failure})"
         if origin is None:
             return "the gradient norm is too large for float32"
         if origin.given is not None:
@@ -79,6 +81,8 @@ class Explanation:
 
     def evidence(self, dump: Dumped | None) -> list[str]:
         lines = list(self.cause.evidence)
+        if self.replayed.failure is not None:
+            lines.append(f"observed: the replay failed, so that no line can be named: {self.replayed.failure}")
         if not self.agreed.reproduced and self.agreed.guilty:
             whose = ranks_text(self.agreed.guilty)
             lines.append(f"observed: the gradients of {whose} were bad before they were exchanged")

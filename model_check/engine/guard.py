@@ -131,13 +131,28 @@ class Guard:
         # Before anything is gathered: afterwards a sharded model may show its parameters whole, in half precision.
         weights = WeightFacts(self._weight_size, _widest_gain(self._model), _largest_weight(self._model))
         replayer = Replayer(self._train_step, self._model, _shown)
-        replayed = replayer.replay(inputs, info.scale)
+        replayed = self._replay(replayer, info, inputs)
         agreed = self._agree(info, replayed)
         rows = self._bad_rows(replayer, inputs) if agreed.forward else None
         cause = judge_cause(self._situation(info, inputs, replayed, agreed, rows, weights))
         found = Explanation(self._place.rank, info, inputs, replayed, agreed, cause, rows)
         verdicts = self._gather((cause.code, found.where))
         return replace(found, agreed=replace(agreed, verdict=verdicts[agreed.reporter]))
+
+    def _replay(self, replayer: Replayer, info: StepInfo, inputs: StepInputs) -> Replayed:
+        """A replay that fails, for want of memory perhaps, must not hide that the step was bad."""
+        try:
+            return replayer.replay(inputs, info.scale)
+        except (RuntimeError, TypeError, ValueError) as failure:
+            if replayer.together:
+                # The others may be waiting in a collective: nothing can be agreed on any more.
+                raise NumericsError(
+                    f"step {info.step} has a loss of {info.loss} and a gradient norm of {info.grad_norm}, and its "
+                    f"replay failed: {failure}",
+                    remedy="model-check explain MC401 says what to do",
+                    code="MC401",
+                ) from failure
+            return Replayed.failed(failure, info)
 
     def _agree(self, info: StepInfo, replayed: Replayed) -> Agreed:
         forward = replayed.origin is not None and replayed.origin.direction == "forward"

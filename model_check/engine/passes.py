@@ -19,6 +19,7 @@ from model_check.engine.buckets import pin_buckets
 from model_check.engine.place import Place
 from model_check.engine.precision import Precision
 from model_check.errors import ModelError
+from model_check.observe.instrument.replicas import REPLICAS
 
 ScaleLoss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -97,6 +98,7 @@ class WholeModel:
     def accumulate(self, micro_batches: Sequence[Any], scale_loss: ScaleLoss) -> torch.Tensor:
         total = torch.zeros((), device=self._device)
         share = 1.0 / len(micro_batches)
+        REPLICAS.step_begins(self.model, micro_batches[0])
         for index, batch in enumerate(micro_batches):
             with self.exchange(is_last=index == len(micro_batches) - 1):
                 with self._precision.autocast():

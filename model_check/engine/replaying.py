@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.engine.inputs import RandomState, StepInputs, named_tensors, one_sample, sample_count
+from model_check.engine.loop import StepInfo
 from model_check.engine.passes import Passes, WholeModel
 from model_check.engine.step import TrainStep
 from model_check.observe.numerics.banner import BadTensor
@@ -33,6 +34,13 @@ class Replayed:
     gradients: tuple[BadTensor, ...]  # those that are not finite
     largest_gradient: float  # magnitude; infinite or NaN where one is
     own_fault: bool  # a bad number was made here, not received
+    failure: str | None = None  # why there was no replay
+
+    @classmethod
+    def failed(cls, failure: Exception, info: StepInfo) -> Replayed:
+        """All that is known without a replay: what the step itself said."""
+        largest = math.inf if info.own_fault else 0.0
+        return cls(None, info.loss, (), largest, info.own_fault, f"{type(failure).__name__}: {failure}"[:400])
 
 
 class Replayer:

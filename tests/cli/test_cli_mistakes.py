@@ -36,6 +36,7 @@ MISTAKES = [
     (["explain", "MC999"], "MC999"),
     (["diagnose", "nowhere"], "nowhere"),
     (["run", "nowhere.py"], "nowhere.py"),
+    (["run", "--guard", "stop", "train.py"], "observe, halt or off"),
     (["train", "--nrpoc", "2"], "train has no flag --nrpoc; did you mean --nproc?"),
     (["train", "--nproc", "two"], "--nproc two is not a whole number; give --nproc a whole number"),
     (["train", "--nproc"], "--nproc needs a value; write --nproc VALUE"),

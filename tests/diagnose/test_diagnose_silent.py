@@ -69,6 +69,7 @@ def test_ranks_outside_the_group_may_hold_what_they_like(stage: Stage) -> None:
 
 def test_ranks_that_are_given_the_same_batches_are_told_so(stage: Stage) -> None:
     stage.ranks(2)
+    stage.train(6)
     for step in range(5):
         write_sums(stage, "batch_hash", step, {"0": step * 17}, {"0": step * 17})
     found = stage.first()
@@ -86,8 +87,16 @@ def test_ranks_that_are_given_the_same_batches_are_told_so(stage: Stage) -> None
 )
 def test_ranks_with_data_of_their_own_are_left_alone(stage: Stage, batches: list[tuple[int, int]]) -> None:
     stage.ranks(2)
+    stage.train(6)
     for step, (left, right) in enumerate(batches):
         write_sums(stage, "batch_hash", step, {"0": left}, {"0": right})
+    assert stage.findings() == []
+
+
+def test_numbers_that_no_loader_gave_are_nobodys_data(stage: Stage) -> None:
+    stage.ranks(2)
+    for step in range(8):
+        write_sums(stage, "batch_hash", step, {"0": step}, {"0": step})
     assert stage.findings() == []
 
 

@@ -236,6 +236,21 @@ def test_what_the_replay_does_not_show_again_is_transient(run_dir: RunDir) -> No
     assert events(run_dir)[0]["deterministic"] is False
 
 
+class CannotBeRepeated(Once):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls == 3:
+            raise RuntimeError("an exhausted generator")
+        return super().forward(x)
+
+
+def test_a_replay_that_fails_hides_nothing(run_dir: RunDir) -> None:
+    with pytest.raises(NumericsError, match=r"\[MC401\] step 2 has a loss of nan .*an exhausted generator"):
+        train(CannotBeRepeated(), [(X,)])
+    found = finding(run_dir)
+    assert (found.code, found.ranks, found.location, found.certainty) == ("MC401", [0], None, "observed")
+    assert any("no line can be named: RuntimeError: an exhausted generator" in line for line in found.evidence)
+
+
 class Noisy(Regression):
     """Bad for certain random numbers only: the replay must draw the same ones."""
 

@@ -39,6 +39,7 @@ class Fault:
     says: tuple[str, ...] = ()  # must appear in title, evidence or fix; {port} and {holder} are filled in
     every_line: bool = False  # all marked lines must be named, not only one of them
     arguments: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # of `model-check run` itself
     form: Form = "run"
     stdin: Stdin = "null"
     needs: Needs = ""
@@ -231,7 +232,7 @@ NUMERICS = (
     slow("nan_sample", "MC404", (1,), says=("samples of the batch 5",)),
     slow("sqrt_at_zero", "MC402", (0,), says=("sqrt", "loss is finite")),
     slow("root_in_loss", "MC402", (1,), says=("sqrt", "loss code")),
-    slow("half_overflow", "MC403", (0,), says=("65504", "wide")),
+    crash("half_overflow", "MC403", (0,), exit_code=1, flags=("--guard", "halt"), says=("65504", "wide")),
     slow("rate_spike", "MC405", (0, 1), says=("0.001", "100")),
     slow("exploding", "MC406", (0, 1), says=("gradient norm",)),
     slow("empty_mask", "MC408", (1,), says=("divides by a sum that is 0",)),

@@ -113,7 +113,14 @@ def leftovers_of(mark: str, grace_s: float = 3.0) -> list[str]:
     return [f"{pid}: {command}" for pid, command in left.items()]
 
 
-def command_of(form: Form, nproc: int, run_dir: Path | None, script: Path, arguments: list[str]) -> list[str]:
+def command_of(
+    form: Form,
+    nproc: int,
+    run_dir: Path | None,
+    script: Path,
+    arguments: list[str],
+    flags: tuple[str, ...] = (),
+) -> list[str]:
     """The command line; without a run directory the same job as a user starts it today."""
     torchrun = [
         str(BIN / "torchrun"),
@@ -122,7 +129,7 @@ def command_of(form: Form, nproc: int, run_dir: Path | None, script: Path, argum
         "--rdzv-endpoint=localhost:0",
     ]
     job = [str(script), *arguments]
-    ours = [str(BIN / "model-check"), "run", "--run-dir", str(run_dir)]
+    ours = [str(BIN / "model-check"), "run", "--run-dir", str(run_dir), *flags]
     if form == "python":
         return [*([*ours, "--"] if run_dir else []), sys.executable, *job]
     if form == "torchrun":
@@ -199,7 +206,7 @@ def observe_fault(fault: Fault, folder: Path) -> Observation:
         values["cgroup"] = os.environ.get("FAULT_CGROUP", "")
         arguments = [_filled(a, values) for a in fault.arguments]
         environment = {k: _filled(v, values) for k, v in fault.environment.items()}
-        command = command_of(fault.form, fault.nproc, folder / "run", fault.path, arguments)
+        command = command_of(fault.form, fault.nproc, folder / "run", fault.path, arguments, fault.flags)
         job = stack.enter_context(launched(command, folder, environment, fault.stdin))
         _watch(job, fault, seen)
         _end(job, seen)

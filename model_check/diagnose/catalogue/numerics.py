@@ -23,7 +23,7 @@ NUMERICS: dict[str, Entry] = {
     ),
     "MC402": Entry(
         "non-finite gradient in the backward pass only",
-        "The loss is finite and the gradient is not: an operation's derivative has a pole where its value has none.",
+        "The loss is finite and the gradient is not: a derivative has a pole where the operation itself has none.",
         "sqrt, norm or pow at 0 (slope 1/0), log near 0, 0/0 behind a where, a division whose numerator and "
         "denominator vanish together.",
         "The replayed backward pass is watched operation by operation; the first non-finite gradient belongs to a "
@@ -133,7 +133,7 @@ NUMERICS: dict[str, Entry] = {
         "A loader without a DistributedSampler, a sampler that was told the same rank everywhere, one seed for random "
         "data on all ranks.",
         "Sums over the bits of the model's inputs are compared in the first 8 steps, between ranks that hold replicas "
-        "under DistributedDataParallel; they must agree in all of them and change from step to step.",
+        "under DistributedDataParallel; they must come from a loader, agree in all steps and change between them.",
         (
             "DataLoader(dataset, sampler=DistributedSampler(dataset))",
             "seed random data with the rank: torch.manual_seed(seed + rank)",

@@ -150,7 +150,7 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
         "tensor": origin.given,
         "ranges": [entry.record() for entry in (origin.before or hit.replay.passed)],
         "deterministic": True,
-        "sample_ids": samples,
+        "sample_ids": samples if len(samples) < _batch_size(hit.call) else [],
     }
 
 

@@ -31,7 +31,9 @@ from model_check.observe.instrument.replaying import finite
 
 Mode = Literal["observe", "halt", "off"]
 _MOST_REPORTS = 1  # once weights are not finite, every later step says the same
-_SMALL = 1 << 12
+_SMALL = 1 << 14
+_TURN_EVERY = 4
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 @dataclass
@@ -107,6 +109,11 @@ class Guard:
             return
         step = BOX.recorder.steps if BOX.recorder is not None else 0
         self._rate = _learning_rate(optimizer)
+        late, self._late_gradient = self._late_gradient, None
+        if late is not None and not math.isfinite(late[1].value()):
+            # First: the step before has spoilt the weights, and this one's loss with them.
+            self._found(late[0], Hit.too_late(self.history.before[-1].loss, self._last_place), math.nan)
+            return
         gradient = self._gradient(optimizer)
         bad = self._bad_pass()
         grad_norm = gradient.value() if gradient is not None and gradient.ready else math.nan
@@ -118,10 +125,6 @@ class Guard:
             # A norm overflows before its numbers do, hence the second look.
             hit = Hit.in_backward(self._loss(), self._inputs.calls, self._poles(), self._last_place)
             self._found(step, hit, grad_norm)
-        elif self._late_gradient is not None and not math.isfinite(self._late_gradient[1].value()):
-            late, _ = self._late_gradient
-            self._late_gradient = None
-            self._found(late, Hit.too_late(self._loss(), self._last_place), math.nan)
         self._late_gradient = (step, gradient) if gradient is not None and not gradient.ready else None
         self.history.step(self._loss(), grad_norm, self._rate)
 
@@ -157,20 +160,22 @@ class Guard:
         return [pole for this in self._passes for pole in this.poles]
 
     def _gradient(self, optimizer: Any) -> Reading | None:
-        """The size of the first gradient and of one that changes from step to step, in one number."""
+        """The size of the first gradient, and in every fourth step of another one, in one number."""
         parameters = self._parameters.get(optimizer)
         if parameters is None:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             self._parameters[optimizer] = parameters
         if not parameters:
             return None
-        self._turn = (self._turn + 1) % len(parameters)
+        self._turn = (self._turn + 1) % (_TURN_EVERY * len(parameters))
+        others = () if self._turn % _TURN_EVERY else (parameters[self._turn // _TURN_EVERY],)
         total = None
-        for parameter in (parameters[0], parameters[self._turn]):
+        for parameter in (parameters[0], *others):
             gradient = local(parameter.grad) if parameter.grad is not None else None
             if gradient is not None and gradient.numel():
-                size = torch.linalg.vector_norm(gradient.detach().reshape(-1)[:_SMALL])
-                total = size if total is None else total + size
+                part = gradient if gradient.numel() <= _SMALL else gradient.reshape(-1)[:_SMALL]
+                size = torch.linalg.vector_norm(part.detach(), dtype=_WIDE.get(part.dtype))
+                total = size if total is None or size.device != total.device else total + size
         return reading_of(total) if total is not None else None
 
     def _found(self, step: int, hit: Hit, grad_norm: float) -> None:

@@ -75,9 +75,10 @@ class Call:
 
     @property
     def unwrapped(self) -> Any:
-        """The module inside DistributedDataParallel: running it calls no peer."""
-        inner = getattr(self.module, "module", None)
-        return inner if type(self.module).__name__ == "DistributedDataParallel" and inner is not None else self.module
+        """The module inside DistributedDataParallel, as it was before it was compiled: running it calls no peer."""
+        wrapped = type(self.module).__name__ == "DistributedDataParallel"
+        inner = self.module.module if wrapped else self.module
+        return getattr(inner, "_orig_mod", inner)
 
     def line(self) -> tuple[str, int, str] | None:
         """File, line and function of the script's own line that makes this call."""

@@ -8,6 +8,7 @@ script's own function whose text holds that operation, if there is exactly one.
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import re
 from collections.abc import Iterator, Sequence
@@ -146,7 +147,13 @@ def poles(root: Any, inside: Sequence[range]) -> list[Pole]:
 
 
 def _kind(node: Any) -> str:
-    return re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
+    return _without_suffix(node.name())
+
+
+@functools.cache
+def _without_suffix(name: str) -> str:
+    """DivBackward0 -> Div"""
+    return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
 
 
 def _kept(node: Any) -> list[tuple[str, torch.Tensor]]:

@@ -123,6 +123,11 @@ class Replicas:
             self._hashed_step = step
             self.note_parameters(module, step)
 
+    def step_begins(self, module: Any, batch: Any) -> None:
+        """For a trainer whose forwards are not instrumented: once a step, with its first batch."""
+        given = batch if isinstance(batch, (tuple, list, dict)) else (getattr(batch, "tokens", batch),)
+        self.forward_begins(module, (given,), {})
+
     def _of(self, module: Any) -> _Copies:
         copies = self._copies.get(module)
         if copies is None:
