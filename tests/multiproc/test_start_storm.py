@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -28,6 +29,11 @@ del compiling
 """
 
 
+def on_two_cores() -> None:
+    """More cores would mean more slots, and the limit is not one that the launcher can see."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+
+
 def under_the_limit(folder: Path, shell: Shell, patience_s: str, *command: str) -> tuple[dict[str, object], str]:
     (folder / "deepspeed").mkdir(parents=True)
     (folder / "deepspeed" / "__init__.py").write_text(HEAVY_PACKAGE)
@@ -40,6 +46,7 @@ def under_the_limit(folder: Path, shell: Shell, patience_s: str, *command: str) 
         capture_output=True,
         text=True,
         timeout=200,
+        preexec_fn=on_two_cores,
     )
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
