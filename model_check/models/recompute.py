@@ -3,7 +3,7 @@
     full        only the input of each block is kept
     selective   kept besides: the attention's output, and the products that cost more to repeat than to store
 
-Of one 8B block, per token and in bf16: none keeps 92 KiB, selective 60, full 8; full repeats three quarters of the
+Of one 8B block, per token and in bf16: none keeps 136 KiB, selective 60, full 8; full repeats three quarters of the
 forward pass, selective a third. Elementwise work (norms, rotation, SwiGLU) is always repeated: it is nearly free.
 """
 
