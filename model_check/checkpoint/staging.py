@@ -171,9 +171,9 @@ class Staging:
         chosen = [index for index, place in zip(indices, places, strict=True) if place == DEVICE]
         if not chosen:
             return indices
-        pool = torch.cuda.MemPool()  # its memory goes back to the device as a whole
         sizes = [staged.parts[index].nbytes for index in chosen]
         try:
+            pool = torch.cuda.MemPool()  # its memory goes back to the device as a whole
             with torch.cuda.use_mem_pool(pool, device):
                 blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in _blocks(sum(sizes))]
         except RuntimeError:

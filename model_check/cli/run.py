@@ -151,6 +151,7 @@ def _run_command(
     from model_check.launch.command import run_command
     from model_check.launch.gate import plan_gate
     from model_check.launch.injection import injected_environment
+    from model_check.observe.environment import snapshot_environment
 
     if shutil.which(words[0]) is None:
         if Path(words[0]).is_file():
@@ -159,6 +160,7 @@ def _run_command(
             )
         raise UsageError(f"there is no command {words[0]}", remedy="check the command after --")
     directory = RunDir.create(run_dir)
+    write_json_atomic(directory.environment, snapshot_environment())
     limits = Limits(kill_after_s=hang_kill_after_s, own_launcher_s=_OWN_LAUNCHER_S)
     supervisor = supervisor_for(directory, limits)
     env = injected_environment(directory, os.environ, guard)

@@ -24,6 +24,7 @@ from model_check.launch.gate import plan_gate
 from model_check.launch.guard import RUN_DIR_VARIABLE
 from model_check.launch.limits import check_address_space, limit_address_space, use_less_memory
 from model_check.observe.gate import Gate
+from model_check.observe.instrument.endings import recording_failures
 from model_check.observe.redaction import redact_text
 from model_check.rundir import Finding, RunDir, Verdict, write_json_atomic
 
@@ -76,7 +77,7 @@ def train(
     if resolved.system.device == "cuda" and not visible:
         raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
     launched_by = foreign_launcher(os.environ)
-    if launched_by:
+    if launched_by and not dry_run:
         return _one_rank_of(resolved, visible, run_dir, resume, force=force, verbose_init=verbose_init)
     chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
     if nnodes > 1 and rdzv_endpoint is None:
@@ -154,11 +155,20 @@ def _one_rank_of(
     context = RankContext.from_environment(
         os.environ, run_dir=directory.root, gpus=visible, device=config.system.device
     )
-    begin_rank(context, verbose=verbose_init)
-    _check(config, context.world_size)
     # Under `model-check run` this process records into that directory already.
     if os.environ.get(RUN_DIR_VARIABLE) != str(directory.root):
         directory.set_aside_earlier_life(context.rank, context.world_size)
+    begin_rank(context, verbose=verbose_init)
+    # Our own mistakes' sentences end the process in order: nobody but us would record them as its failure.
+    recording_failures(_train_as)(context, config, visible, resume, force=force, verbose_init=verbose_init)
+    return 0
+
+
+def _train_as(
+    context: RankContext, config: Config, visible: list[Gpu], resume: str | None, *, force: bool, verbose_init: bool
+) -> None:
+    directory = RunDir(context.run_dir)
+    _check(config, context.world_size)
     fitted = fit_to_gpus(
         config,
         visible if context.device.startswith("cuda") else [],
@@ -174,7 +184,6 @@ def _one_rank_of(
     if context.rank == 0:
         _write_identity(directory, fitted)
     train_rank(context, TrainOrder(fitted.config, resume, verbose_init=verbose_init))
-    return 0
 
 
 def _gate_of_one_rank(config: Config, context: RankContext) -> contextlib.AbstractContextManager[None]:

@@ -291,6 +291,3 @@ class LoggingSection(Section):
     )
     tensorboard: bool = Field(default=True, description="Scalars for TensorBoard, in the run directory.")
     wandb: bool = Field(default=False, description="Weights & Biases, from rank 0 only; needs the wandb package.")
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severity that is printed."
-    )

@@ -17,7 +17,7 @@ from model_check.diagnose.hang import hang_findings
 from model_check.diagnose.issues import group_tables
 from model_check.diagnose.memory import retry_findings
 from model_check.diagnose.mismatch import mismatch_findings
-from model_check.diagnose.numerics import explains_failure, numerics_findings
+from model_check.diagnose.numerics import explains_failure, left_out_only, numerics_findings
 from model_check.diagnose.reading import Reader
 from model_check.diagnose.silent import drift_findings, name_token_ids, same_batch_findings
 from model_check.diagnose.slow import slow_findings
@@ -101,10 +101,11 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     stopped = crashes or any(f.severity == "error" for f in numerics)
     hangs = [] if stopped or any(f.certainty == "proven" for f in certain) else hang_findings(evidence, tables, waits)
     causes = [*crashes, *hangs, *mismatches] if not certain else [*certain, *crashes, *hangs]
-    slow = [] if causes or numerics else slow_findings(evidence)
-    # What is only out of line says nothing new beside numbers that are not finite, or a job that has ended.
-    quiet = [] if numerics else drift_findings(evidence)
-    quiet += [] if numerics or causes else [*same_batch_findings(evidence), *training_warnings(evidence)]
+    # A step that was left out has done no harm; one that was applied, or that ended the job, explains all else.
+    spoilt = bool(numerics) and not left_out_only(evidence)
+    slow = [] if causes or spoilt else slow_findings(evidence)
+    quiet = [] if spoilt else drift_findings(evidence)
+    quiet += [] if spoilt or causes else [*same_batch_findings(evidence), *training_warnings(evidence)]
     causes = with_start(evidence, name_token_ids(evidence, causes))
     found = [*numerics, *causes, *start_findings(evidence), *slow, *quiet]
     found += retry_findings(evidence)

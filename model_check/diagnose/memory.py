@@ -7,6 +7,7 @@ free in sum, but in pieces that are all too small, is lost to the layout of the 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,9 @@ def memory_account(rank: RankEvidence, exception: Mapping[str, Any]) -> Account:
 
 
 def _number(value: Any) -> int | None:
-    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, float):
+        return int(value) if math.isfinite(value) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -139,3 +139,9 @@ def _shortened(values: list[Any]) -> str:
 def _seconds(record: Mapping[str, Any]) -> float | None:
     t = record.get("t")
     return float(t) if isinstance(t, (int, float)) else None
+
+
+def left_out_only(evidence: Evidence) -> bool:
+    """Every bad step was skipped or taken back, so that no weight has changed by it."""
+    seen = [record for rank in evidence.ranks.values() for record in rank.happened("nonfinite")]
+    return all(record.get("action") in ("skip", "rollback") for record in seen)

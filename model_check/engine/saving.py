@@ -51,6 +51,9 @@ class Saving:
         self._paused: dict[int, float] = {}  # by step, of the saves whose end has not been said yet
         self._prepared = self._interval == 0
         session.train_step.before_update = saver.hold_update
+        # Running means of a norm and the like: saved, and changed by the next forward, before any update.
+        model = session.bare_model
+        self._forward_changes_state = bool(model.state_dict().keys() - dict(model.named_parameters()).keys())
         self.committed: int | None = None
         self.failure: CheckpointError | None = None
 
@@ -88,6 +91,8 @@ class Saving:
             state = self._session.state()
             extra = self._session.extra(info.step, info.tokens, info.val_loss)
             self._saver.save(info.step, state, extra, wait=wait)
+            if self._forward_changes_state:
+                self._saver.hold_update()
         pause = self._paused[info.step] = time.perf_counter() - began
         self.report()
         return pause

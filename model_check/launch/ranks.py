@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from model_check.errors import ModelCheckError
 from model_check.launch.context import RankContext
+from model_check.observe.redaction import redact_text, secret_values
 from model_check.rundir import JsonlWriter, RunDir
 
 _PR_SET_PDEATHSIG = 1
@@ -118,7 +119,7 @@ def run_entry(entry: Callable[[RankContext, Any], None], context: RankContext, p
         return 128 + signal.SIGINT
     except ModelCheckError as error:
         record_exception(context, error, error.exit_code)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {_shown(str(error))}", file=sys.stderr, flush=True)
         return error.exit_code
     except BaseException as error:
         record_exception(context, error, 1)
@@ -135,6 +136,11 @@ def _system_exit_code(stop: SystemExit) -> int:
     return 1
 
 
+def _shown(text: str) -> str:
+    """An exception may quote a token or a password: neither goes into a file."""
+    return redact_text(text, secret_values(os.environ))
+
+
 def record_exception(context: RankContext, error: BaseException, exit_code: int) -> None:
     """Appends the exception to the rank's events. The root is the oldest exception of the chain."""
     root = error
@@ -149,10 +155,10 @@ def record_exception(context: RankContext, error: BaseException, exit_code: int)
         "pid": os.getpid(),
         "exit_code": exit_code,
         "type": type(error).__name__,
-        "message": str(error),
+        "message": _shown(str(error)),
         "root_type": type(root).__name__,
-        "root_message": str(root),
-        "traceback": "".join(traceback.format_exception(error)),
+        "root_message": _shown(str(root)),
+        "traceback": _shown("".join(traceback.format_exception(error))),
         "frames": [
             {"file": frame.filename, "line": frame.lineno, "function": frame.name}
             for frame in traceback.extract_tb(error.__traceback__)

@@ -30,7 +30,7 @@ from model_check.rundir import Finding, RunDir, Verdict
 from model_check.rundir.verdict import Outcome
 
 Examine = Callable[[RunDir, bool], Verdict]
-_CRASHES = ("MC1", "MC3", "MC5")  # the families in which a rank ends by itself
+_CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself
 _STANDINGS_FRESH_S = 1.0
 _MOST_ROUNDS = 12  # of stacks in one stall; by then hours have passed
 _LONGEST_BLINDNESS_S = 8.0

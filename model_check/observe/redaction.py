@@ -12,7 +12,8 @@ REDACTED = "[redacted]"
 
 # "tokenizer" and "author" are no secrets, and what a run's tokenizer was matters.
 _SECRET_NAME = re.compile(
-    r"key|token(?!iz)|secret|passw|passphrase|credential|cookie|webhook|auth(?!or)", re.IGNORECASE
+    r"key|token(?!iz)|secret|passw|passphrase|credential|cookie|webhook|auth(?!or)|jwt|_pass(?:$|_)|_pwd$",
+    re.IGNORECASE,
 )
 # One slash where a URL went through a path library.
 _URL_USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
