@@ -12,7 +12,7 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, seconds_since, waiting_text
-from model_check.diagnose.frames import Frame
+from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.raised import raised_at
 from model_check.diagnose.source import source_text
@@ -205,14 +205,20 @@ def _loader(s: Standing) -> Named | None:
         pids = ", ".join(map(str, s.dead_workers))
         fact = f"observed: loader worker {pids} is no longer alive and rank {s.rank.rank} still waits for its batch"
         return "MC216", f"a loader worker of rank {s.rank.rank} died", s.frame, [fact], []
-    workers = [(d, d.main.user_frame) for d in s.worker_dumps() if d.main is not None and d.main.user_frame is not None]
-    stuck = next(((d, f) for d, f in workers if f is not None), None)
+    workers = [(dump, _fetching_at(dump.main.frames)) for dump in s.worker_dumps() if dump.main is not None]
+    stuck = next(((dump, frame) for dump, frame in workers if frame is not None), None)
     facts = [f"observed: {_doing(s)}"]
     if stuck is not None:
         dump, frame = stuck
         facts.append(f"observed: its loader worker {dump.pid} stands at {frame.site} in {frame.function}")
         return "MC204", f"rank {s.rank.rank} is stuck in the data loader", frame, facts, []
     return "MC204", f"rank {s.rank.rank} is stuck in the data loader", s.frame, facts, []
+
+
+def _fetching_at(stack: Sequence[Frame]) -> Frame | None:
+    """The user's line in a worker's work. Outside of it a forked worker has the lines of the rank that forked it."""
+    loop = next((i for i, frame in enumerate(stack) if frame.function.endswith("_worker_loop")), len(stack))
+    return innermost_user(stack[:loop])
 
 
 def _network(s: Standing) -> Named | None:

@@ -73,6 +73,20 @@ def test_stuck_in_a_loader_worker(stage):
     assert (finding.code, finding.ranks) == ("MC204", [1]) and stage.line(finding) == 11
 
 
+def test_an_idle_worker_that_was_looked_at_first_is_not_the_stuck_one(stage):
+    _, guilty = held_up(stage, phase="data", line=20)
+    look(guilty, (LOADER, 1200, "_try_get_data"), ("", 20, "train"))
+    loop = (LOADER.replace("dataloader", "_utils/worker"), 300, "_worker_loop")
+    idle = guilty.thread(("/usr/lib/python3.11/multiprocessing/queues.py", 113, "get"), loop, ("", 20, "train"))
+    busy = guilty.thread(("", 11, "__getitem__"), loop, ("", 20, "train"))
+    for later, pid, thread in ((7.0, 5002, idle), (7.1, 5001, busy)):
+        thread["native_id"] = pid
+        guilty.event("loader_worker", worker_pid=pid, worker_id=pid - 5001)
+        guilty.stack(stage.latest + later, 2, thread, process="loader_worker", pid=pid)
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == ("MC204", [1]) and stage.line(finding) == 11
+
+
 def test_a_dead_worker_is_not_a_stuck_one(stage):
     _, guilty = held_up(stage, phase="data", line=20)
     guilty.event("loader_worker", worker_pid=5001, worker_id=0)
