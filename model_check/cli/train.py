@@ -73,6 +73,7 @@ def train(
     resolved = configured(preset, debug, config or [], overrides or [], flags)
     if resolved.launch.low_memory:
         use_less_memory()
+    _check_resume(resume)
     visible = [] if resolved.system.device == "cpu" else list_gpus()
     if resolved.system.device == "cuda" and not visible:
         raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
@@ -295,6 +296,14 @@ class _Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+
+def _check_resume(resume: str | None) -> None:
+    """A path that is not there is a slip of the pen: no rank need start to find that out."""
+    if resume not in (None, "auto") and not Path(resume).exists():
+        raise UsageError(
+            f"there is no checkpoint {resume}", remedy="name a step_* folder or a .pt file, or use --resume auto"
+        )
 
 
 def _check_checkpoint_folder(config: Config) -> None:

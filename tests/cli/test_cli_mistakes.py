@@ -34,6 +34,7 @@ MISTAKES = [
     (["train", "--debug", "--set", "data.tokenizer=nowhere/tokenizer.json"], "tokenizer"),
     (["prepare", "--config", "broken.json"], "broken.json"),
     (["explain", "MC999"], "MC999"),
+    (["train", "--debug", "--resume", "nowhere"], "there is no checkpoint nowhere; name a step_* folder"),
     (["diagnose", "nowhere"], "nowhere"),
     (["run", "nowhere.py"], "nowhere.py"),
     (["run", "--guard", "stop", "train.py"], "observe, halt or off"),
