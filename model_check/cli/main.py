@@ -86,7 +86,8 @@ def call(name: str, arguments: Sequence[str]) -> int:
 
     verb = VERBS[name]
     module = importlib.import_module(verb.module)
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    about = f"{verb.line}\n\nExample: model-check {name} {verb.subverbs[0]} --help" if verb.subverbs else None
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=about)
     settings: dict[str, Any] = {}
     if verb.passes_arguments_on:
         # The flags of the script are its own: only ours, which stand before it, may be spelled with underscores.
