@@ -182,7 +182,8 @@ made = {
 }
 weight_writers.write_pt(folder / "s0.pt", made, {})
 chain = ["s0.pt", "s1.safetensors", "s2", "s3.pt", "s4.safetensors"]
-convert(folder / chain[0], folder / "warm.pt")   # imports and buffers that come once
+for form in ("warm.pt", "warm.safetensors"):
+    convert(folder / chain[0], folder / form)  # imports and buffers that come once
 for source, target in zip(chain, chain[1:]):
     before = resident()
     reset()
