@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,16 @@ class Shell:
         done = self.model_check("train", "--preset", preset, "--run-dir", str(run_dir), *sets, *arguments, **env)
         done.run_dir = run_dir
         return done
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """What a test leaves in the environment, a rank's mark say, would be inherited by the processes of the next one."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

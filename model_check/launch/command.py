@@ -23,6 +23,7 @@ from model_check.launch.exits import ExitWatcher, ProcessExit, exit_code_recorde
 from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit
 from model_check.launch.guard import Guard
 from model_check.launch.hooks import EndJob
+from model_check.launch.injection import forget_outer_job
 from model_check.launch.supervisor import Supervisor
 from model_check.observe.redaction import redact_argv
 from model_check.rundir import RunDir
@@ -47,6 +48,7 @@ class CommandResult:
 
 def run_command(argv: Sequence[str], *, run_dir: RunDir, env: dict[str, str], supervisor: Supervisor) -> CommandResult:
     """Runs the command to its end, watching the ranks it starts. `env` comes on top of our own environment."""
+    forget_outer_job()
     with Guard(str(run_dir.root)):
         # Ranks whose launcher dies become our children, so that we can still end them.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -8,7 +8,8 @@ from typing import Literal
 
 from model_check.launch.guard import RUN_DIR_VARIABLE
 from model_check.observe import inject_path
-from model_check.observe.instrument.box import GUARD_VARIABLE
+from model_check.observe.gate import FOLDER_VARIABLE, LINES_VARIABLE, SLOTS_VARIABLE
+from model_check.observe.instrument.box import GUARD_VARIABLE, RANK_PID_VARIABLE
 from model_check.rundir import RunDir
 
 GuardMode = Literal["observe", "halt", "off"]
@@ -25,3 +26,13 @@ def injected_environment(run_dir: RunDir, environ: Mapping[str, str], guard: Gua
         GUARD_VARIABLE: guard,
         "PYTHONPATH": os.pathsep.join([inject_path(), *([path] if path else [])]),
     }
+
+
+def forget_outer_job() -> None:
+    """A job that a rank starts, or a notebook that trained before, is a job of its own.
+
+    With the outer rank's mark in their environment its ranks would take themselves for helpers of that rank: no black
+    box, no gate. How long to wait at a gate is the user's word and stays.
+    """
+    for name in (RANK_PID_VARIABLE, FOLDER_VARIABLE, SLOTS_VARIABLE, LINES_VARIABLE):
+        os.environ.pop(name, None)

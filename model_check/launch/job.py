@@ -16,6 +16,7 @@ from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit, descri
 from model_check.launch.gate import plan_gate
 from model_check.launch.gpus import Gpu
 from model_check.launch.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome
+from model_check.launch.injection import forget_outer_job
 from model_check.launch.journal import Journal
 from model_check.launch.limits import ResidentWatch, check_address_space
 from model_check.launch.logfiles import LogDir
@@ -67,6 +68,7 @@ def launch_job(
     """
     if gpus and isolate_gpus and len(gpus) != nproc:
         raise UsageError(f"{nproc} ranks do not fit {len(gpus)} GPUs", remedy="start one rank per GPU")
+    forget_outer_job()
     gate = plan_gate(run_dir, nproc, followed=True) if start == "gate" else None
     env = {**(gate.variables() if gate is not None else {}), **(env or {})}
     placement = Placement(run_dir, nproc, tuple(gpus), isolate_gpus, hosts or Hosts(), env)

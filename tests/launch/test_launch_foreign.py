@@ -121,6 +121,19 @@ def test_ranks_see_what_torchrun_would_show_them(tmp_path: Path, launch: Callabl
     assert told["[CPU0]"]["stdin"] == "from the launcher\n"
 
 
+@pytest.mark.parametrize("how", [("script", "2"), ("command", "env", "RANK=0", "WORLD_SIZE=1", sys.executable)])
+def test_a_job_started_by_a_rank_of_another_one_has_ranks_of_its_own(
+    tmp_path: Path, launch: Callable[..., Launched], how: tuple[str, ...]
+) -> None:
+    script = _write(tmp_path / "tell.py", "import os; print('MODEL_CHECK_GATE_DIR' in os.environ)\n")
+    job = launch(*how, script, MODEL_CHECK_RANK_PID="1", MODEL_CHECK_GATE_DIR="/of/another", MODEL_CHECK_GATE_SLOTS="1")
+    result, lines = job.finish()
+    assert result["exit_code"] == 0
+    rings = sorted(path.name for path in job.run_dir.blackbox_dir.iterdir())
+    assert rings == [f"rank-{rank:05d}.ring" for rank in range(2 if how[0] == "script" else 1)]
+    assert len(lines) == len(rings) and all(line.endswith("False") for line in lines)
+
+
 # A driver of eight GPUs, for a launcher on a machine that has none.
 _DRIVER = """\
 from types import SimpleNamespace
