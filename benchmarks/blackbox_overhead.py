@@ -2,6 +2,7 @@
 
     python benchmarks/blackbox_overhead.py                    two gloo ranks on the CPU
     python benchmarks/blackbox_overhead.py --device cuda      one rank on a GPU
+    python benchmarks/blackbox_overhead.py --guard off        without the numerics guard, which `run` has on
 
 The script runs blocks of steps; before every other block its ranks switch the black box off: nothing is recorded, and
 the dispatcher's kernels and the wrappers of the hot path are taken out. The first steps after a switch are dropped: the
@@ -36,6 +37,7 @@ SCRIPT = """\
 import inspect, json, sys, time
 import torch
 import torch.distributed as dist
+from torch.optim import optimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -55,6 +57,12 @@ recorder = BOX.recorder
 wrapped = [(torch.nn.Module, "__call__"), (torch.autograd, "backward"), (_BaseDataLoaderIter, "__next__")]
 wrapped += [(torch.distributed.distributed_c10d, "all_reduce")]
 wrapped = [(owner, name, getattr(owner, name)) for owner, name in wrapped]
+hook_tables = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+optimizer_hooks = [(hooks, key, hook) for hooks in hook_tables for key, hook in hooks.items()]
+
+
+def nothing(*_):
+    pass
 
 
 def switch(on):
@@ -62,6 +70,8 @@ def switch(on):
     native.install() if on else native.uninstall()
     for owner, name, function in wrapped:
         setattr(owner, name, function if on else inspect.unwrap(function))
+    for hooks, key, hook in optimizer_hooks:
+        hooks[key] = hook if on else nothing
 
 
 def block():
@@ -117,6 +127,16 @@ def nested_forward():
     nested(one)
 
 
+small = torch.nn.Linear(8, 8)
+small_optimizer = torch.optim.SGD(small.parameters(), lr=0.0)
+
+
+def small_step():
+    small(one.detach()).sum().backward()
+    small_optimizer.step()
+    small_optimizer.zero_grad()
+
+
 HOOKS = {
     "forward of the outermost module": outermost_forward,
     "twenty modules inside one": nested_forward,
@@ -124,6 +144,7 @@ HOOKS = {
     "next of a loader": lambda: next(batches),
     "collective from Python": lambda: dist.distributed_c10d.all_reduce(message),
     "collective from C++": lambda: world.allreduce([message]).wait(),
+    "a whole step without collectives": small_step,
 }
 
 
@@ -136,8 +157,6 @@ def costs():
             rounds.append(best(call))
         found[name] = min(rounds[0::2]) - min(rounds[1::2])
     switch(True)
-    before, after = training._before_optimizer, training._after_optimizer
-    found["optimizer step"] = best(lambda: (before(opt, (), {}), after(opt, (), {})))
     return found
 
 
@@ -188,13 +207,14 @@ class Measured:
         return [on[clock] / off[clock] for off, on in zip(self.without, self.with_box, strict=True)]
 
 
-def measure(shape: Shape) -> Measured:
+def measure(shape: Shape, guard: str) -> Measured:
     with tempfile.TemporaryDirectory() as scratch:
         script = Path(scratch, "train.py")
         script.write_text(SCRIPT)
         run_dir = RunDir.create(Path(scratch, "run"))
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         env |= {"MODEL_CHECK_RUN_DIR": str(run_dir.root), "PYTHONPATH": inject_path(), "WORLD_SIZE": str(shape.ranks)}
+        env["MODEL_CHECK_GUARD"] = guard
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(script), *shape.arguments()],
@@ -262,6 +282,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--pairs", type=int, default=30, help="blocks with and without, in turns (default 30)")
     parser.add_argument("--steps", type=int, default=20, help="steps in a block (default 20)")
+    parser.add_argument("--guard", choices=("observe", "off"), default="observe", help="the numerics guard")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     how = {"pairs": options.pairs, "steps": options.steps}
@@ -269,13 +290,14 @@ def main() -> None:
         shape = Shape("cuda", ranks=1, width=2048, depth=8, batch=1024, **how)
     else:
         shape = Shape("cpu", ranks=2, width=256, depth=4, batch=64, **how)
-    seen = measure(shape)
+    seen = measure(shape, options.guard)
     cost = record_cost_us()
     step_ms = statistics.median(wall for wall, _ in seen.without) * 1e3
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "hardware": _hardware(options.device),
         "shape": asdict(shape),
+        "guard": options.guard,
         "step_ms_without": step_ms,
         "step_ms_with": statistics.median(wall for wall, _ in seen.with_box) * 1e3,
         "median_ratio": statistics.median(seen.ratios(0)),

@@ -1,9 +1,9 @@
 """The numerics guard of a foreign script: who made the first number that is not finite, where, and why.
 
 Each rank checks its own loss when `backward` begins, before any peer's gradients arrive, and a few gradients when the
-optimizer is about to step. A bad gradient travels back through every layer before the place where it arose, so the
-first parameters tell; the others take turns. The loss of a GPU is copied behind its kernels and read when the optimizer
-is called: by then the forward is long over, so nobody waits. A bad gradient there is known one step later.
+optimizer is about to step. A bad gradient travels back through every layer before the place where it arose, so one of
+the first parameters tells; the others take turns. The loss of a GPU is copied behind its kernels and read when the
+optimizer is called: by then the forward is long over, so nobody waits. A bad gradient there is known one step later.
 
 On a hit the rank runs its own forward once more (replaying), and writes a `nonfinite` event if it is to blame. The
 script's results are never changed, unless it was started with `--guard halt`: then the step is refused.
@@ -33,6 +33,9 @@ Mode = Literal["observe", "halt", "off"]
 _MOST_REPORTS = 1  # once weights are not finite, every later step says the same
 _SMALL = 1 << 14
 _TURN_EVERY = 4
+_ENOUGH_LOOKS = 16
+_FIRST_FEW = 4  # parameters
+_FEW = 512  # numbers
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -45,6 +48,31 @@ class _Pass:
     place: Place | None
     poles: list[Pole] = field(default_factory=list)
     hit: Hit | None = None
+
+
+@dataclass(frozen=True)
+class _Probed:
+    """The parameters of an optimizer whose gradients are looked at: one of the first in every step, all in turn."""
+
+    early: tuple[Any, ...]
+    all: list[Any]
+
+    @classmethod
+    def of(cls, optimizer: Any) -> _Probed:
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        # The smallest of the first few (a bias, a norm) sums over every sample, and is read at the smallest price.
+        return cls(tuple(sorted(trained[:_FIRST_FEW], key=lambda p: int(p.numel()))[:1]), trained)
+
+
+def _size(parameter: Any) -> Reading | None:
+    """The norm of a gradient, or of the head of a large one."""
+    gradient = local(parameter.grad)
+    if gradient is None or not (numbers := gradient.numel()):
+        return None
+    if gradient.is_cpu and gradient.dim() == 1 and numbers <= _FEW:
+        return Reading(math.hypot(*gradient.tolist()))  # operations of torch's cost more than so few numbers
+    part = gradient.detach() if numbers <= _SMALL else gradient.detach().reshape(-1)[:_SMALL]
+    return reading_of(torch.linalg.vector_norm(part, dtype=_WIDE.get(part.dtype)))
 
 
 def _mode() -> Mode:
@@ -62,9 +90,10 @@ class Guard:
         self._calls_seen = 0
         self._passes: list[_Pass] = []
         self._reports = 0
-        self._late_gradient: tuple[int, Reading] | None = None
-        self._parameters: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        self._late: tuple[int, list[Reading]] = 0, []
+        self._probed: weakref.WeakKeyDictionary[Any, _Probed] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
+        self._without_poles: dict[Place | None, int] = {}
         self._turn = 0
         self._rate = math.nan
         self._halted = ""
@@ -96,7 +125,7 @@ class Guard:
         if not loss.ready:
             return
         if math.isfinite(loss.value()):
-            this.poles = poles(root.grad_fn, inside)
+            this.poles = self._poles_of(root, inside, this.place)
         else:
             # Looked at now: the graph still has its numbers, and the script may yet decide to leave this step out.
             this.hit = Hit.in_forward(loss.value(), calls, root.grad_fn, this.place)
@@ -109,23 +138,25 @@ class Guard:
             return
         step = BOX.recorder.steps if BOX.recorder is not None else 0
         self._rate = _learning_rate(optimizer)
-        late, self._late_gradient = self._late_gradient, None
-        if late is not None and not math.isfinite(late[1].value()):
+        late_step, late = self._late
+        if not all(math.isfinite(size.value()) for size in late):
             # First: the step before has spoilt the weights, and this one's loss with them.
-            self._found(late[0], Hit.too_late(self.history.before[-1].loss, self._last_place), math.nan)
+            self._found(late_step, Hit.too_late(self.history.before[-1].loss, self._last_place), math.nan)
             return
-        gradient = self._gradient(optimizer)
+        sizes = self._sizes(optimizer)
+        ready = [size for size in sizes if size.ready or self.mode == "halt"]
+        known = [size.value() for size in ready]
         bad = self._bad_pass()
-        grad_norm = gradient.value() if gradient is not None and gradient.ready else math.nan
+        grad_norm = math.hypot(*known) if known else math.nan
         if bad is not None and _gradients_finite(optimizer):
             bad = None  # the script took this pass out of its gradients, or they do not depend on what is bad in it
         if bad is not None:
             self._found(step, bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place), grad_norm)
-        elif gradient is not None and self._is_bad(gradient) and not _gradients_finite(optimizer):
+        elif not all(map(math.isfinite, known)) and not _gradients_finite(optimizer):
             # A norm overflows before its numbers do, hence the second look.
             hit = Hit.in_backward(self._loss(), self._inputs.calls, self._poles(), self._last_place)
             self._found(step, hit, grad_norm)
-        self._late_gradient = (step, gradient) if gradient is not None and not gradient.ready else None
+        self._late = step, [size for size in sizes if size not in ready]
         self.history.step(self._loss(), grad_norm, self._rate)
 
     def scaler_gave_up(self, *, skipped: int, scale: float, first_scale: float) -> None:
@@ -148,35 +179,32 @@ class Guard:
     def _bad_pass(self) -> _Pass | None:
         return next((this for this in self._passes if not math.isfinite(this.loss.value())), None)
 
-    def _is_bad(self, gradient: Reading) -> bool:
-        if self.mode == "halt" or gradient.ready:
-            return not math.isfinite(gradient.value())
-        return False
-
     def _loss(self) -> float:
         return float(self._passes[-1].loss.value()) if self._passes else math.nan
+
+    def _poles_of(self, root: Any, inside: list[range], place: Place | None) -> list[Pole]:
+        """Code that had none is asked only now and then: it makes the same graph again."""
+        without = self._without_poles.get(place, 0)
+        if without >= _ENOUGH_LOOKS and without % _ENOUGH_LOOKS:
+            self._without_poles[place] = without + 1
+            return []
+        found = poles(root.grad_fn, inside)
+        self._without_poles[place] = 0 if found else without + 1
+        return found
 
     def _poles(self) -> list[Pole]:
         return [pole for this in self._passes for pole in this.poles]
 
-    def _gradient(self, optimizer: Any) -> Reading | None:
-        """The size of the first gradient, and in every fourth step of another one, in one number."""
-        parameters = self._parameters.get(optimizer)
-        if parameters is None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            self._parameters[optimizer] = parameters
-        if not parameters:
-            return None
-        self._turn = (self._turn + 1) % (_TURN_EVERY * len(parameters))
-        others = () if self._turn % _TURN_EVERY else (parameters[self._turn // _TURN_EVERY],)
-        total = None
-        for parameter in (parameters[0], *others):
-            gradient = local(parameter.grad) if parameter.grad is not None else None
-            if gradient is not None and gradient.numel():
-                part = gradient if gradient.numel() <= _SMALL else gradient.reshape(-1)[:_SMALL]
-                size = torch.linalg.vector_norm(part.detach(), dtype=_WIDE.get(part.dtype))
-                total = size if total is None or size.device != total.device else total + size
-        return reading_of(total) if total is not None else None
+    def _sizes(self, optimizer: Any) -> list[Reading]:
+        """The size of an early gradient, and in every fourth step of the one whose turn it is."""
+        probed = self._probed.get(optimizer)
+        if probed is None:
+            probed = self._probed[optimizer] = _Probed.of(optimizer)
+        self._turn += 1
+        looked_at = probed.early
+        if self._turn % _TURN_EVERY == 0 and probed.all:
+            looked_at = (*looked_at, probed.all[self._turn // _TURN_EVERY % len(probed.all)])
+        return [size for parameter in looked_at if (size := _size(parameter)) is not None]
 
     def _found(self, step: int, hit: Hit, grad_norm: float) -> None:
         self._reports += 1

@@ -172,6 +172,8 @@ def _cuda_generator() -> torch.Tensor | None:
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    if not torch._C._is_any_autocast_enabled():
+        return ()
     return tuple(
         (device, torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)
     )

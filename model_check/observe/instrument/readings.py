@@ -17,12 +17,11 @@ _MOST_TENSORS = 16
 
 def local(tensor: Any) -> torch.Tensor | None:
     """The part of a tensor that this rank holds, as a plain tensor; None for fake, traced and other exotic ones."""
-    held = getattr(tensor, "_local_tensor", None)  # a DTensor: its operations would be collectives
-    if held is not None:
-        tensor = held
-    if type(tensor) not in _PLAIN or tensor.is_sparse or tensor.device.type not in ("cpu", "cuda"):
-        return None
-    return tensor
+    if type(tensor) not in _PLAIN:
+        tensor = getattr(tensor, "_local_tensor", None)  # a DTensor: its operations would be collectives
+        if type(tensor) not in _PLAIN:
+            return None
+    return tensor if (tensor.is_cpu or tensor.is_cuda) and not tensor.is_sparse else None
 
 
 def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
@@ -41,41 +40,55 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
 
 
 class Reading:
-    """One number on its way from the device."""
+    """One number on its way from the device, or already here."""
 
     __slots__ = ("_done", "_held")
 
-    def __init__(self, scalar: torch.Tensor) -> None:
-        self._done: Any = None
-        if scalar.device.type == "cpu":
-            self._held: Any = scalar.item()
-            return
-        self._held = torch.empty((), dtype=scalar.dtype, pin_memory=True)
-        self._held.copy_(scalar.detach(), non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record()
+    def __init__(self, held: Any, done: Any = None) -> None:
+        self._held = held
+        self._done = done
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Reading:
+        """A plain tensor's numbers: of one element the number itself, of several a list."""
+        if tensor.is_cpu:
+            return cls(tensor.tolist())  # unlike `item`, no operation of torch's: half the price once caches are cold
+        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        held.copy_(tensor.detach(), non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(held, done)
 
     @property
     def ready(self) -> bool:
         return self._done is None or bool(self._done.query())
 
-    def value(self) -> int | float:
+    def value(self) -> Any:
         """The number; waits for it where it is not there yet."""
         if self._done is not None:
             self._done.synchronize()
-            self._held, self._done = self._held.item(), None
+            self._held, self._done = self._held.tolist(), None
         return self._held
 
-    def value_without_device(self) -> int | float:
+    def value_without_device(self) -> Any:
         """What the pinned memory holds, when the device itself can no longer be asked, e.g. after an assertion."""
-        return self._held if self._done is None else self._held.item()
+        return self._held if self._done is None else self._held.tolist()
 
 
 def reading_of(scalar: Any) -> Reading | None:
     """A reading of a tensor with one element; None for an exotic one, and while a graph is captured."""
     plain = local(scalar)
-    if plain is None or plain.numel() != 1 or plain.is_complex():
+    if plain is None or plain.numel() != 1 or plain.is_complex() or _capturing(plain):
         return None
-    if plain.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    return Reading.of(plain if plain.dim() == 0 else plain.detach().reshape(()))
+
+
+def norms_of(tensors: list[torch.Tensor]) -> Reading | None:
+    """The norms of plain tensors of one device, as one reading; None for none, and while a graph is captured."""
+    if not tensors or _capturing(tensors[0]):
         return None
-    return Reading(plain.detach().reshape(()))
+    return Reading.of(torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]))
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    return not tensor.is_cpu and torch.cuda.is_current_stream_capturing()

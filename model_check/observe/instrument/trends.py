@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.readings import Reading, local, reading_of, tensors_in
+from model_check.observe.instrument.readings import Reading, local, norms_of, reading_of, tensors_in
 
 _LOSSES_AT_ONCE = 50
 _WRITE_AFTER_S = 5.0
@@ -31,7 +31,7 @@ class Trends:
         self._names: dict[int, str] = {}
         self._largest_output: Reading | None = None
         self._choices = 0
-        self._looks: list[tuple[int, dict[str, Reading], Reading | None, dict[str, Any]]] = []
+        self._looks: list[tuple[int, list[str], Reading, Reading | None, dict[str, Any]]] = []
 
     def _step(self) -> int:
         return BOX.recorder.steps if BOX.recorder is not None else 0
@@ -60,14 +60,14 @@ class Trends:
         if not self._looking() or (self._looks and self._looks[-1][0] == self._step()):
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]][:_MOST_PARAMETERS]
-        gradients = {
-            id(p): plain
-            for p in parameters
-            if p.grad is not None and (plain := local(p.grad)) is not None and plain.numel()
-        }
-        # In step with the device, not with the host: no norm is waited for.
-        norms = {key: reading_of(gradient.detach().norm()) for key, gradient in gradients.items()}
-        named = {self._names.get(key, f"parameter {n}"): norm for n, (key, norm) in enumerate(norms.items())}
+        found = [
+            (n, p, plain) for n, p in enumerate(parameters) if (plain := local(p.grad)) is not None and plain.numel()
+        ]
+        found = [(n, p, plain) for n, p, plain in found if plain.device == found[0][2].device]
+        norms = norms_of([plain.detach() for _, _, plain in found])
+        if norms is None:
+            return
+        named = [self._names.get(id(p), f"parameter {n}") for n, p, _ in found]
         trained = [p for p in parameters if p.requires_grad]
         facts = {
             "lr": [float(group["lr"]) for group in optimizer.param_groups if isinstance(group.get("lr"), (int, float))],
@@ -76,8 +76,7 @@ class Trends:
             "parameters": len(parameters),
             "choices": self._choices,
         }
-        found = {name: norm for name, norm in named.items() if norm is not None}
-        self._looks.append((self._step(), found, self._largest_output, facts))
+        self._looks.append((self._step(), named, norms, self._largest_output, facts))
         self._largest_output = None
 
     def step_done(self) -> None:
@@ -93,11 +92,11 @@ class Trends:
             self.flush()
 
     def _write_look(self) -> None:
-        step, norms, largest, facts = self._looks.pop(0)
+        step, names, norms, largest, facts = self._looks.pop(0)
         BOX.event(
             "gradients",
             step=step,
-            norms={name: _short(norm.value()) for name, norm in norms.items()},
+            norms={name: _short(norm) for name, norm in zip(names, norms.value(), strict=True)},
             largest_output=_short(largest.value()) if largest is not None else None,
             **facts,
         )
