@@ -281,6 +281,12 @@ class DebugSection(Section):
         ge=0,
         description="Largest size of each file in the dump of a step that is not finite, in GB. 0: no dump.",
     )
+    verify_gradients: int = Field(
+        default=0,
+        ge=0,
+        description="Every so many steps all replicas compute the gradients of one and the same micro-batch: a rank "
+        "that comes to others is named (MC411). A check costs one micro-batch's forward and backward. 0: off.",
+    )
 
 
 class LoggingSection(Section):

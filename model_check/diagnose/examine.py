@@ -19,7 +19,7 @@ from model_check.diagnose.memory import retry_findings
 from model_check.diagnose.mismatch import mismatch_findings
 from model_check.diagnose.numerics import explains_failure, left_out_only, numerics_findings
 from model_check.diagnose.reading import Reader
-from model_check.diagnose.silent import drift_findings, name_token_ids, same_batch_findings
+from model_check.diagnose.silent import drift_findings, name_token_ids, same_batch_findings, wrong_gradient_findings
 from model_check.diagnose.slow import slow_findings
 from model_check.diagnose.start import start_findings, with_start
 from model_check.diagnose.waits import find_waits
@@ -104,7 +104,7 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     # A step that was left out has done no harm; one that was applied, or that ended the job, explains all else.
     spoilt = bool(numerics) and not left_out_only(evidence)
     slow = [] if causes or spoilt else slow_findings(evidence)
-    quiet = [] if spoilt else drift_findings(evidence)
+    quiet = [] if spoilt else [*wrong_gradient_findings(evidence), *drift_findings(evidence)]
     quiet += [] if spoilt or causes else [*same_batch_findings(evidence), *training_warnings(evidence)]
     causes = with_start(evidence, name_token_ids(evidence, causes))
     found = [*numerics, *causes, *start_findings(evidence), *slow, *quiet]

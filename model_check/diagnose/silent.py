@@ -1,6 +1,7 @@
-"""Rules on faults that raise nothing and slow nothing: MC410 replicas that drift apart, MC412 one batch for all ranks.
+"""Rules on faults that raise nothing and slow nothing.
 
-Ranks write sums over the bits of their parameters and of their inputs; here they are compared at equal steps.
+MC410 replicas that drift apart, MC411 gradients that one rank gets wrong, MC412 one batch for all ranks. Ranks write
+sums over the bits of their parameters and of their inputs; here they are compared at equal steps.
 Token ids that the embedding has no row for (MC902) are told from the failure that they end in.
 """
 
@@ -118,6 +119,39 @@ def _odd_ones(sums: Mapping[int, int]) -> tuple[int, ...]:
 def _by_rank(sums: Mapping[int, int]) -> str:
     shown = ", ".join(f"rank {rank}: {value & _ALL_BITS:x}" for rank, value in sorted(sums.items())[:_SHOWN_RANKS])
     return f"the ranks have other sums ({shown}{', …' if len(sums) > _SHOWN_RANKS else ''})"
+
+
+def wrong_gradient_findings(evidence: Evidence) -> list[Finding]:
+    """The first check in which replicas came to different gradients; every rank wrote the same about it."""
+    told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("gradients_differ")]
+    if not told:
+        return []
+    _, first = min(told, key=lambda item: (whole(item[1].get("step")), item[0]))
+    step, name = whole(first.get("step")), str(first.get("parameter") or "")
+    ranks = sorted({whole(rank) for rank in first.get("ranks") or () if whole(rank) in evidence.ranks})
+    by, t = first.get("by"), first.get("t")
+    how_far = f"by {by:.2g} of its norm" if isinstance(by, (int, float)) else "without bounds"
+    devices = {rank: str(record.get("device") or "") for rank, record in told}
+    lines = [f"observed: after step {step} the gradient of {name} differs {how_far}, for one and the same micro-batch"]
+    lines += [f"observed: rank {rank} computes on {devices[rank]}" for rank in ranks if devices.get(rank)]
+    alone = bool(first.get("alone"))
+    if not alone:
+        lines.append("inferred: no majority agrees, so nobody can say which of them is right")
+    return [
+        make_finding(
+            "MC411",
+            f"{ranks_text(ranks)} {'computes' if len(ranks) == 1 else 'compute'} "
+            f"{'wrong' if alone else 'different'} gradients for {name}",
+            ranks=ranks,
+            victims=[rank for rank in evidence.ranks if rank not in ranks],
+            evidence=lines,
+            severity="warning",
+            step=step,
+            tensor=name,
+            began=float(t) if isinstance(t, (int, float)) else None,
+            now=evidence.now,
+        )
+    ]
 
 
 def same_batch_findings(evidence: Evidence) -> list[Finding]:

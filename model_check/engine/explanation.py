@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from model_check.engine.inputs import StepInputs, sample_count
+from model_check.engine.batches import sample_count
+from model_check.engine.inputs import StepInputs
 from model_check.engine.loop import StepInfo
 from model_check.engine.replaying import Replayed
 from model_check.errors import NumericsError

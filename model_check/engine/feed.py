@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from model_check.config import Config
 from model_check.data.loader import Batch
+from model_check.engine.batches import mapped
 from model_check.plan.layout import context_rank
 
 Cut = Callable[[Any], Any]
 
 
-def to_device(value: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """The same structure with its tensors on the device; copies from pinned memory do not block."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{f.name: to_device(getattr(value, f.name), device) for f in fields(value)})
-    if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(to_device(v, device) for v in value)
-    return value
+    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def on_device(batches: Iterable[Any], device: torch.device, cut: Cut = lambda batch: batch) -> Iterator[Any]:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from model_check.config import Config
+from model_check.engine.batches import named_tensors, sample_count
 from model_check.engine.explanation import Agreed, Explanation, Row
-from model_check.engine.inputs import StepInputs, named_tensors, sample_count
+from model_check.engine.inputs import StepInputs
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place
 from model_check.engine.replaying import Replayed, Replayer, bad_tensors

@@ -8,8 +8,7 @@ all of them can hold, and then do the step. (Two of them: the optimizer's state 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from model_check.engine.batches import sample_count, samples
+from model_check.engine.inputs import RandomState
 from model_check.engine.passes import Passes, ScaleLoss
 from model_check.engine.place import Place
 from model_check.errors import UsageError
@@ -60,18 +61,18 @@ class RetryingPasses:
             self._halve(micro_batches, error)
 
     def loss(self, batch: Any) -> torch.Tensor:
-        pieces = split(batch, self.pieces) if rows_of(batch) % self.pieces == 0 else [batch]
+        pieces = split(batch, self.pieces) if (sample_count(batch) or 1) % self.pieces == 0 else [batch]
         return torch.stack([self._passes.loss(piece) for piece in pieces]).mean()
 
     def _find_what_fits(self, micro_batches: Sequence[Any], scale_loss: ScaleLoss) -> None:
         """Collective. Forward and backward without an exchange, until no rank runs out of memory."""
         assert isinstance(self._model, DistributedDataParallel), type(self._model)
         while True:
-            random = _random_state(self._place.device)
+            random = RandomState.capture(self._place.device)
             with self._model.no_sync():
                 loss, error = self._attempt(micro_batches, scale_loss)
             self._clear()
-            _restore_random(random, self._place.device)
+            random.restore()
             failed = torch.tensor(float(loss is None), device=self._place.device)
             dist.all_reduce(failed, dist.ReduceOp.MAX)
             if not failed.item():
@@ -81,18 +82,18 @@ class RetryingPasses:
     def _attempt(
         self, micro_batches: Sequence[Any], scale_loss: ScaleLoss
     ) -> tuple[torch.Tensor | None, torch.OutOfMemoryError | None]:
-        random = _random_state(self._place.device)
+        random = RandomState.capture(self._place.device)
         try:
             return self._passes.accumulate(self._cut(micro_batches), scale_loss), None
         except torch.OutOfMemoryError as error:
             # Its frames hold the tensors that filled the memory.
             failure = error.with_traceback(None)
         self._clear()
-        _restore_random(random, self._place.device)
+        random.restore()
         return None, failure
 
     def _halve(self, micro_batches: Sequence[Any], error: torch.OutOfMemoryError | None) -> None:
-        rows = rows_of(micro_batches[0])
+        rows = sample_count(micro_batches[0]) or 1
         if rows % (2 * self.pieces):
             raise error or torch.OutOfMemoryError(
                 f"a peer ran out of memory, and a micro-batch of {rows // self.pieces} cannot be halved"
@@ -116,54 +117,11 @@ class RetryingPasses:
             torch.cuda.empty_cache()
 
 
-def rows_of(batch: Any) -> int:
-    """How many samples a batch holds: the first dimension of its first tensor."""
-    tensor = next(_tensors(batch), None)
-    return tensor.shape[0] if tensor is not None and tensor.ndim else 1
-
-
 def split(batch: Any, pieces: int) -> list[Any]:
     """The batch in equal parts, with its structure; what is no tensor goes into each of them."""
     if pieces == 1:
         return [batch]
-    rows = rows_of(batch)
-    assert rows % pieces == 0, (rows, pieces)
-    size = rows // pieces
-    return [_rows(batch, start, start + size, rows) for start in range(0, rows, size)]
-
-
-def _rows(value: Any, start: int, stop: int, rows: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value[start:stop] if value.ndim and value.shape[0] == rows else value
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{f.name: _rows(getattr(value, f.name), start, stop, rows) for f in fields(value)})
-    if isinstance(value, dict):
-        return {key: _rows(inner, start, stop, rows) for key, inner in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_rows(inner, start, stop, rows) for inner in value)
-    return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from _tensors(inner)
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """So that a second try draws the same numbers as the first."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _restore_random(state: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+    count = sample_count(batch)
+    assert count and count % pieces == 0, (count, pieces)
+    size = count // pieces
+    return [samples(batch, start, start + size) for start in range(0, count, size)]

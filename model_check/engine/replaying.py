@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from model_check.engine.inputs import RandomState, StepInputs, named_tensors, one_sample, sample_count
+from model_check.engine.batches import named_tensors, sample_count, samples
+from model_check.engine.inputs import RandomState, StepInputs
 from model_check.engine.loop import StepInfo
 from model_check.engine.passes import Passes, WholeModel
 from model_check.engine.step import TrainStep
@@ -66,7 +67,7 @@ class Replayer:
             return loss * scale if scale != 1.0 else loss
 
         self._train_step.begin()
-        with _as_it_was(self._model, inputs.random), _uncompiled(self._model), finder.watching(named):
+        with as_it_was(self._model, inputs.random), _uncompiled(self._model), finder.watching(named):
             loss = float(self._passes.accumulate(inputs.micro_batches, scaled))
         gradients = [(name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None]
         bad = tuple(bad_tensors(gradients))
@@ -78,10 +79,9 @@ class Replayer:
     def bad_rows(self, inputs: StepInputs) -> Iterator[tuple[int, int]]:
         """(micro-batch, row) of the samples whose loss is bad even alone. The gradients are left as they are."""
         for number, batch in enumerate(inputs.micro_batches):
-            count = sample_count(batch)
-            for row in range(count):
-                with _as_it_was(self._model, inputs.random), _uncompiled(self._model):
-                    loss = self._passes.loss(one_sample(batch, row, count))
+            for row in range(sample_count(batch)):
+                with as_it_was(self._model, inputs.random), _uncompiled(self._model):
+                    loss = self._passes.loss(samples(batch, row, row + 1))
                 if self._passes.computes_loss and not math.isfinite(float(loss)):
                     yield number, row
         if self.together:
@@ -106,7 +106,7 @@ def _largest(gradient: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, state: RandomState) -> Iterator[None]:
+def as_it_was(model: nn.Module, state: RandomState) -> Iterator[None]:
     """Random numbers as the step had them, and buffers (running means) unharmed by the repetition."""
     now = RandomState.capture(state.device)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}

@@ -23,10 +23,11 @@ from model_check.engine import resume
 from model_check.engine.arrangement import Arranged, arrange_llama, arrange_module
 from model_check.engine.evaluate import validation_loss
 from model_check.engine.feed import context_cut, on_device
+from model_check.engine.gradient_check import GradientCheck
 from model_check.engine.guard import Guard
 from model_check.engine.inputs import StepInputs
 from model_check.engine.loop import Loop, LoopPlan, StepInfo
-from model_check.engine.memory_retry import RetryingPasses, check_can_retry
+from model_check.engine.memory_retry import RetryingPasses, check_can_retry, split
 from model_check.engine.optimizer import build_optimizer
 from model_check.engine.passes import Passes
 from model_check.engine.place import Place
@@ -283,11 +284,12 @@ def fit(
     guard = Guard(
         session.config, session.place, session.train_step, session.bare_model, say=say, show=show, dumps_dir=dumps_dir
     )
+    check = GradientCheck(session.config.debug.verify_gradients, session.train_step, session.bare_model, say)
     left_out: set[int] = set()
     info: StepInfo | None = None
     try:
         while True:
-            loop = _loop(session, max_steps, saving, stop_requested, left_out)
+            loop = _loop(session, max_steps, saving, stop_requested, left_out, check)
             for info in loop:
                 if info.hit:
                     on_step(info)
@@ -299,6 +301,8 @@ def fit(
                 if not info.hit:
                     on_step(info)
                 guard.note(info)
+                if check.is_due(info.step) and loop.inputs is not None:
+                    check.after_step(info.step, _what_fits(session.train_step.passes, loop.inputs.micro_batches[0]))
             else:
                 break
     except Exception as error:
@@ -312,12 +316,18 @@ def fit(
     return info
 
 
+def _what_fits(passes: Passes, micro_batch: Any) -> Any:
+    """A micro-batch, or the part of it that a rank computes at once since it ran out of memory."""
+    return split(micro_batch, passes.pieces)[0] if isinstance(passes, RetryingPasses) else micro_batch
+
+
 def _loop(
     session: Session,
     max_steps: int | None,
     saving: Saving | None,
     stop_requested: Callable[[], bool],
     left_out: set[int],
+    check: GradientCheck,
 ) -> Loop:
     """The loop from where the session stands."""
     config = session.config
@@ -344,7 +354,9 @@ def _loop(
             )
         ),
         stop_requested=lambda: stop_requested() or (saving is not None and saving.must_stop),
-        needs_result=lambda step: config.debug.nan or saves_after(step) or (every > 0 and (step + 1) % every == 0),
+        needs_result=lambda step: (
+            config.debug.nan or saves_after(step) or check.is_due(step) or (every > 0 and (step + 1) % every == 0)
+        ),
         evaluate=_evaluator(session),
         without_data_of=frozenset(left_out),
     )

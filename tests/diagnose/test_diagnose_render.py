@@ -104,7 +104,7 @@ CODES = (
     + [f"MC{n}" for n in range(301, 314)]
     + [f"MC{n}" for n in range(601, 609)]
     + [f"MC{n}" for n in range(901, 908)]
-    + [f"MC{n}" for n in range(401, 417) if n != 411]
+    + [f"MC{n}" for n in range(401, 417)]
     + [f"MC{n}" for n in range(501, 505)]
     + ["MC701", "MC702", "MC704", "MC705"]
 )

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from model_check import DDPTrainer, load_config
-from model_check.engine.memory_retry import check_can_retry, rows_of, split
+from model_check.engine.batches import sample_count
+from model_check.engine.memory_retry import check_can_retry, split
 from model_check.errors import UsageError
 from model_check.plan.layout import Layout
 
@@ -96,7 +97,7 @@ def test_a_batch_is_cut_into_equal_parts_whatever_its_form(pieces: int, size: in
     forms: list[Any] = [tensor, (tensor, tensor), {"x": tensor, "scale": 2.0}, Sample(tensor), Sample(tensor, tensor)]
     for batch in forms:
         parts = split(batch, pieces)
-        assert [rows_of(part) for part in parts] == [size] * pieces
+        assert [sample_count(part) for part in parts] == [size] * pieces
         assert all(type(part) is type(batch) for part in parts)
     assert torch.equal(torch.cat([part["x"] for part in split(forms[2], pieces)]), tensor)
     assert all(part["scale"] == 2.0 for part in split(forms[2], pieces))

@@ -127,6 +127,22 @@ NUMERICS: dict[str, Entry] = {
         ),
         "model.module.head.reset_parameters()   # after DDP(model), each rank with a seed of its own",
     ),
+    "MC411": Entry(
+        "one rank's gradients are wrong",
+        "Replicas with the same weights, micro-batch and random numbers came to different gradients. Every average "
+        "that the odd rank takes part in is wrong, and nothing else shows it.",
+        "A device that computes wrongly (silent data corruption), memory that lost a bit, a kernel or a library that "
+        "differs on one host.",
+        "With debug.verify_gradients=N every N-th step is followed by one micro-batch that all replicas compute; norm "
+        "and sum of each gradient are compared. Where most ranks agree the others are named; with two ranks, or a tie, "
+        "all compute again, and one that does not come to its own result is named.",
+        (
+            "test the named device: nvidia-smi -q -d ECC,ROW_REMAPPER, dcgmi diag -r 3",
+            "take its host out, and go back to a checkpoint from before the step",
+            "compare driver and library versions of the hosts: model-check doctor",
+        ),
+        "model-check train --set debug.verify_gradients=1000",
+    ),
     "MC412": Entry(
         "all ranks are given the same data",
         "Every rank computes the same gradient, so their average is that of one: N ranks do the work of one.",
