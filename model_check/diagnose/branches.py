@@ -6,20 +6,18 @@ Static and by name: a function counts as reached only through a condition if eve
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from model_check.diagnose.frames import Frame
+from model_check.diagnose.rank_names import asks_for_the_rank
 from model_check.diagnose.source import source_lines
 
-_ASKS_FOR_THE_RANK = re.compile(
-    r"rank|is_(local_)?(main|master|leader|chief)|main_process|(process|global)_zero|primary", re.I
-)
 _MOST_CALLERS = 3  # functions up from the line
 _NO_FAULTS = frozenset({"KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit"})
 _LEAVES = (ast.Raise, ast.Return, ast.Break)
+_GOES = (*_LEAVES, ast.Continue)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -76,18 +74,32 @@ def rank_branch(frame: Frame) -> Branch | None:
 
 def _branch(tree: ast.Module, file: str, line: int, callers: int) -> Branch | None:
     function: _Function | None = None
-    for node in reversed(_path_to(tree, line)):
-        if isinstance(node, ast.If) and any(_contains(child, line) for child in (*node.body, *node.orelse)):
-            test = ast.unparse(node.test)
-            if _ASKS_FOR_THE_RANK.search(test):
-                return Branch(f"if {test}", f"{file}:{node.lineno}")
+    path = _path_to(tree, line)
+    for outer, node in reversed(list(zip([tree, *path], path, strict=False))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             function = node
             break
+        if isinstance(node, ast.If) and any(_contains(child, line) for child in (*node.body, *node.orelse)):
+            test = ast.unparse(node.test)
+            if asks_for_the_rank(node.test, tree):
+                return Branch(f"if {test}", f"{file}:{node.lineno}")
+        if left := _left_before(node, outer, tree):
+            return Branch(f"if {ast.unparse(left.test)}: {ast.unparse(left.body[-1])}", f"{file}:{left.lineno}")
     if function is None or callers == 0:
         return None
     found = [_branch(tree, file, call, callers - 1) for call in _calls_of(tree, function.name)]
     return found[0] if found and all(branch is not None for branch in found) else None
+
+
+def _left_before(node: ast.AST, outer: ast.AST, tree: ast.Module) -> ast.If | None:
+    """`if rank != 0: return` ahead of a statement in its block: from there on only some ranks go on."""
+    blocks = [block for _, block in ast.iter_fields(outer) if isinstance(block, list) and node in block]
+    for before in (statement for block in blocks for statement in block[: block.index(node)]):
+        if not isinstance(before, ast.If) or before.orelse or not isinstance(before.body[-1], _GOES):
+            continue
+        if asks_for_the_rank(before.test, tree):
+            return before
+    return None
 
 
 def _calls_of(tree: ast.Module, name: str) -> list[int]:

@@ -32,6 +32,56 @@ def test_the_other_branch_a_single_line_and_an_inner_block_count_too(tmp_path, s
     assert rank_branch(at(tmp_path, source, line)) is not None
 
 
+@pytest.mark.parametrize(
+    ("source", "test"),
+    [
+        ("def save():\n    if rank != 0:\n        return\n    barrier()\n", "if rank != 0: return"),
+        ("for x in xs:\n    if rank > 1: continue\n    with y:\n        barrier()\n", "if rank > 1: continue"),
+    ],
+)
+def test_ranks_that_have_left_before_the_line(tmp_path, source, test):
+    branch = rank_branch(at(tmp_path, source, source.count("\n")))
+    assert branch is not None and branch.test == test and branch.site.endswith("script.py:2")
+
+
+def test_a_rank_that_only_does_something_first_has_not_left(tmp_path):
+    assert (
+        rank_branch(at(tmp_path, "if rank == 0:\n    save()\nif rank:\n    return\nelse:\n    a()\nbarrier()\n", 7))
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "test"),
+    [
+        ("r = dist.get_rank()", "r == 0"),
+        ("r, w = dist.get_rank(), dist.get_world_size()", "r % 2"),
+        ("me = int(os.environ['RANK'])\nfirst = me == 0", "first and step > 3"),
+        ("i: int = int(os.environ.get('LOCAL_RANK', 0))", "not i"),
+        ("r = get_rank()\nquiet = not (r == 0 or r == 4)", "quiet"),
+        ("def work(i, n): pass\nmp.spawn(work, args=(2,), nprocs=2)", "i == 0"),
+    ],
+)
+def test_a_name_that_was_given_the_rank_asks_for_it(tmp_path, given, test):
+    source = f"{given}\nif {test}:\n    barrier()\n"
+    assert rank_branch(at(tmp_path, source, source.count("\n"))) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "test"),
+    [
+        ("model = DDP(net, device_ids=[rank])", "model.training"),
+        ("device = f'cuda:{rank}'", "device"),
+        ("r, w = dist.get_rank(), dist.get_world_size()", "w > 1"),
+        ("sampler = DistributedSampler(data, rank=r)", "sampler"),
+        ("share = n // world", "share"),
+    ],
+)
+def test_what_was_only_made_with_the_rank_does_not(tmp_path, given, test):
+    source = f"{given}\nif {test}:\n    barrier()\n"
+    assert rank_branch(at(tmp_path, source, source.count("\n"))) is None
+
+
 def test_a_function_that_is_called_only_under_the_condition(tmp_path):
     source = "def save():\n    barrier()\n\ndef end():\n    save()\n\nif rank == 0:\n    end()\n"
     branch = rank_branch(at(tmp_path, source, 2))
