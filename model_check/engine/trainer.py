@@ -8,6 +8,7 @@ It runs the same step and the same loop as `model-check train`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,9 @@ from model_check.engine.saving import Saving, open_saver
 from model_check.engine.worker import Batches, assemble, fit, open_loader
 from model_check.errors import UsageError
 from model_check.rundir import RunDir, new_run_id
+
+# A library does not print. What must be seen, a step that is not finite, Python shows on stderr if nobody listens.
+_LOG = logging.getLogger("model_check")
 
 
 @dataclass
@@ -144,7 +148,8 @@ class DDPTrainer:
                 result.steps.append(info)
                 step_done()
 
-            fit(session, on_step=on_step, saving=saving, error_dir=saving.folder if saving else None)
+            error_dir = saving.folder if saving else None
+            fit(session, on_step=on_step, saving=saving, error_dir=error_dir, say=_LOG.info, show=_LOG.warning)
         return result
 
 

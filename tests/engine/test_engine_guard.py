@@ -112,6 +112,14 @@ def test_a_pole_in_the_backward_pass(run_dir: RunDir) -> None:
     assert (found.severity, found.certainty) == ("error", "proven")
 
 
+def test_the_banner_reaches_whoever_trains_from_python(run_dir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NumericsError):
+        train(BackwardPole(), [(X,)])
+    (banner,) = [record for record in caplog.records if record.name == "model_check"]
+    assert banner.levelname == "WARNING", "Python shows it on stderr where nobody has set up logging"
+    assert "NaN" in banner.getMessage() and "Cause: [MC402]" in banner.getMessage()
+
+
 def test_a_bad_sample_is_found_among_the_others(run_dir: RunDir) -> None:
     bad = X.clone()
     bad[2] = 1e30
