@@ -14,6 +14,7 @@ from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, seconds_since, waiting_text
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
+from model_check.diagnose.joining import joining_findings
 from model_check.diagnose.raised import raised_at
 from model_check.diagnose.source import source_text
 from model_check.diagnose.standing import Standing
@@ -56,6 +57,8 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
         return [departed_finding(evidence, tables, gone, victims, waiting_text(waits, victims))]
     if not evidence.stalled:
         return []
+    if apart := joining_findings(evidence, waits):
+        return apart
     stopped = [r for r in evidence.ranks.values() if evidence.stands(r.rank) and Standing(evidence, r).stopped]
     others = [r for r in evidence.all_ranks if evidence.stands(r)]
     suspects = {r.rank: others for r in stopped} or {rank: held[rank] for rank in held if evidence.stands(rank)}
@@ -106,20 +109,24 @@ def _cycle(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait]) -> F
 
 
 def _transfer_stuck(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Finding]:
-    """Everybody has arrived and nobody comes back."""
+    """Everybody waits, and nobody is known to hold the others up: all have arrived, or the records do not say who."""
     first = min(waits)
+    if len({(wait.what, wait.group, wait.seq) for wait in waits.values()}) == 1:
+        title = f"every rank is inside {waits[first].what}, and the transfer does not end"
+        reasons = ["inferred: the network or a device between the ranks is slow or stuck, not the script"]
+        if waits[first].seq:
+            reasons.insert(0, "observed: all members of the group have called it with the same signature")
+    else:
+        title = "the ranks wait in different calls, and none of them goes on"
+        reasons = ["inferred: one of these calls waits for a rank that is in another; the records do not say which"]
     return [
         make_finding(
             "MC220",
-            f"every rank is inside {waits[first].what}, and the transfer does not end",
+            title,
             ranks=[],
             victims=sorted(waits),
             frame=waits[first].frame,
-            evidence=[
-                *waiting_text(waits, sorted(waits)),
-                "observed: all members of the group have called it with the same signature",
-                "inferred: the network or a device between the ranks is slow or stuck, not the script",
-            ],
+            evidence=[*waiting_text(waits, sorted(waits)), *reasons],
             severity="error" if evidence.killed_as_hung else "warning",
             step=evidence.of(first).step,
             phase="collective",
@@ -319,7 +326,9 @@ def _spinning(s: Standing) -> Named | None:
     frame = s.spinning
     if frame is None:
         return None
-    share = f"uses {100 * s.cpu_share:.0f} % of a core" if s.cpu_share is not None else "is running"
+    share = "wakes up again and again"
+    if s.busy:
+        share = f"uses {100 * s.cpu_share:.0f} % of a core" if s.cpu_share is not None else "is running"
     facts = [f"observed: the process {share} and stays in {frame.function}", f"observed: {_doing(s)}"]
     return "MC212", f"rank {s.rank.rank} loops in {frame.function} without getting anywhere", frame, facts, []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from model_check.rundir.ring import FLAG_ASYNC
+
 LOADER = "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py"
 TORCH = "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py"
 
@@ -374,3 +376,54 @@ def test_a_write_that_keeps_the_gil_is_first_of_all_a_stuck_write(stage):
     _, guilty = held_up(stage, phase="save", line=50)
     look(guilty, ("", 50, "save"), gil=True, syscall="openat", state="S")
     assert stage.first().code == "MC213"
+
+
+def test_a_wait_for_a_message_nobody_sends_closes_the_circle(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    a.message("send", 1)
+    b.begin("p2p", 52, op="recv", group="default", collective_seq=1, peer=0, flags=FLAG_ASYNC)
+    b.begin("p2p", 53, op="recv", group="default", collective_seq=2, peer=0, flags=FLAG_ASYNC, detail="wait")
+    a.collective("all_reduce", 40, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.certainty) == ("MC218", [0, 1], "proven")
+    assert any(f"rank 1 waits in recv from rank 0 in group default at {stage.script}:53" in e for e in finding.evidence)
+
+
+def test_waits_in_different_calls_are_not_said_to_be_one_call(stage):
+    a, b, _ = stage.ranks(3, capacity=64)
+    stage.train(40)  # the rings have lost their beginning: nobody can say what was not sent
+    a.begin("p2p", 50, op="recv", group="default", collective_seq=9, peer=2)
+    b.begin("p2p", 51, op="recv", group="default", collective_seq=9, peer=2)
+    stage.actors[2].begin("p2p", 52, op="send", group="default", collective_seq=9, peer=-1)
+    stage.stall()
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.severity) == ("MC220", [], "warning")
+    said = " ".join([finding.title, *finding.evidence])
+    assert "different calls" in said and "same signature" not in said and "network" not in said
+
+
+@pytest.mark.parametrize(("switches", "code"), [((90, 90, 90, 90, 90), "MC219"), ((90, 92, 94, 96, 98), "MC212")])
+def test_one_long_wait_inside_a_loop_is_no_poll(stage, switches, code):
+    """However much CPU time the other threads use: what counts is whether the main thread wakes up."""
+    stage.source("def batches():\n    while True:\n        yield stream.recv(64)\n")
+    _, guilty = held_up(stage)
+    base = stage.latest + 1
+    for at, count in enumerate(switches):
+        guilty.sample(base + at, cpu_s=10.0 + 0.02 * at, switches=count)
+    for number in (1, 2):
+        guilty.stack(base + 2 + number, number, guilty.thread(("", 3, "batches"), ("", 30, "train")))
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == (code, [1]) and stage.line(finding) == 3
+    assert not any("0 % of a core" in line for line in finding.evidence)
+
+
+def test_the_last_sleeps_before_one_long_wait_are_no_poll(stage):
+    stage.source("def batches():\n    while True:\n        yield stream.recv(64)\n")
+    _, guilty = held_up(stage)
+    base = stage.latest + 0.1
+    for at, count in enumerate((90, 97, 97, 97, 97)):
+        guilty.sample(base + at, cpu_s=10.0 + 0.02 * at, switches=count)
+    for number in (1, 2):
+        guilty.stack(base + 2 + number, number, guilty.thread(("", 3, "batches"), ("", 30, "train")))
+    assert stage.first().code == "MC219"

@@ -241,4 +241,12 @@ HANGING: dict[str, Entry] = {
         ),
         "batch = batches.get()   # the prefetching thread died of a KeyError",
     ),
+    "MC223": Entry(
+        "different reductions",
+        "Ranks called the same all_reduce, reduce or reduce_scatter with different operations (sum, max, …).",
+        "Each rank reduces its share by its own operation. Nothing hangs and nothing fails; every result is wrong.",
+        _HISTORY + " The operations of the same number are compared, also where every rank came back from the call.",
+        ("pass one op on all ranks", "look for a branch on rank or data around the named line"),
+        "dist.all_reduce(x, op=dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM)",
+    ),
 }
