@@ -19,9 +19,11 @@ Kind = Literal["op", "root", "shape", "dtype", "reduction", "crossed", "shifted"
 Manner = Literal["order", "missing", "extra"]
 
 # Operations whose tensors must have one size (and dtype) on every rank. The sizes of all_gather lists (not on gloo),
-# gather, scatter, all_to_all and most object collectives may differ; of broadcast_object it is the number of objects.
-SAME_SIZE_OPS = frozenset({"all_reduce", "broadcast", "reduce", "reduce_scatter", "broadcast_object"})
-SAME_DTYPE_OPS = SAME_SIZE_OPS | {"all_gather", "gather", "scatter"}
+# all_to_all and most object collectives may differ; of broadcast_object it is the number of objects.
+SAME_SIZE_OPS = frozenset(
+    {"all_reduce", "broadcast", "reduce", "reduce_scatter", "gather", "scatter", "broadcast_object"}
+)
+SAME_DTYPE_OPS = SAME_SIZE_OPS | {"all_gather"}
 _CROSSING_REACH = 4
 _SETTLED = 3
 _REMEMBERED = 256

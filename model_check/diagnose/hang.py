@@ -16,6 +16,7 @@ from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import joining_findings
 from model_check.diagnose.raised import raised_at
+from model_check.diagnose.routine import departures
 from model_check.diagnose.source import source_text
 from model_check.diagnose.standing import Standing
 from model_check.diagnose.waits import Wait, find_cycle, holders
@@ -91,15 +92,21 @@ def _cycle(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait]) -> F
         where = f" at {wait.frame.site}" if wait.frame is not None else ""
         group = f" in group {wait.group}" if wait.group else ""
         lines.append(f"observed: rank {rank} waits in {wait.what}{group}{where} for {ranks_text(wait.on)}")
-    first = min(cycle)
-    others = [rank for rank in waits if rank not in cycle]
+    lines.append("inferred: every rank of the circle needs another one to move first; none can")
+    left = departures(evidence, cycle)
+    guilty = [departure.rank for departure in left] or cycle
+    first = min(guilty)
+    title = f"{ranks_text(cycle)} wait for each other in a circle"
+    if left:
+        title += f", since {ranks_text(guilty)} left {'its' if len(left) == 1 else 'their'} usual order"
+        lines += [f"inferred: rank {d.rank} left the order of its own earlier calls: {d.text}" for d in left]
     return make_finding(
         "MC218",
-        f"{ranks_text(cycle)} wait for each other in a circle",
-        ranks=cycle,
-        victims=others,
-        frame=waits[first].frame,
-        evidence=[*lines, "inferred: every rank of the circle needs another one to move first; none can"],
+        title,
+        ranks=guilty,
+        victims=[rank for rank in waits if rank not in guilty],
+        frame=left[0].frame if left else waits[first].frame,
+        evidence=lines,
         certainty="proven",
         step=evidence.of(first).step,
         phase=waits[first].kind,

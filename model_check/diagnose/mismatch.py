@@ -216,6 +216,8 @@ def _consequence(divergence: Divergence) -> str:
         return "inferred: a rank waits for a root that does not send, or sends to one that does not receive"
     if divergence.kind == "shifted":
         return "inferred: from here on every collective of this group pairs values of different steps"
+    if divergence.kind == "shape" and all(map(divergence.table.passed, divergence.calls.values())):
+        return "inferred: the backend did not notice; a tensor is filled in part, or holds what is not its own"
     if divergence.kind == "shape":
         return "inferred: one rank aborts or all of them wait; the call cannot complete"
     return "inferred: each rank waits for a call that the others will not make; this cannot resolve itself"

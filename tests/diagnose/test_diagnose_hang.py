@@ -427,3 +427,57 @@ def test_the_last_sleeps_before_one_long_wait_are_no_poll(stage):
     for number in (1, 2):
         guilty.stack(base + 2 + number, number, guilty.thread(("", 3, "batches"), ("", 30, "train")))
     assert stage.first().code == "MC219"
+
+
+def grid_step(actor, tensor_group, data_group, *, open=False):
+    actor.collective("all_reduce", 20, group=tensor_group)
+    actor.collective("all_reduce", 21, group=data_group, open=open)
+
+
+def test_the_rank_that_left_its_own_order_is_the_guilty_one_of_a_circle(stage):
+    """Rank 3 reduces in the wrong group; all four are caught in the circle that follows."""
+    ranks = stage.ranks(4)
+    rows, columns = ("ranks 0,1", "ranks 2,3"), ("ranks 0,2", "ranks 1,3")
+    for _ in range(5):
+        for actor in ranks:
+            grid_step(actor, rows[actor.rank // 2], columns[actor.rank % 2])
+            actor.collective("barrier", 22)
+    a, b, c, d = ranks
+    grid_step(a, rows[0], columns[0], open=True)
+    grid_step(b, rows[0], columns[1])
+    b.collective("barrier", 22, open=True)
+    c.collective("all_reduce", 20, group=rows[1], open=True)
+    d.collective("all_reduce", 20, group=columns[1])
+    d.collective("all_reduce", 21, group=columns[1], open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC218", [3], [0, 1, 2]) and stage.line(finding) == 20
+    assert any(
+        f"it used to call all_reduce in group ranks 2,3 at {stage.script}:20, this time all_reduce in group ranks 1,3"
+        in line
+        for line in finding.evidence
+    )
+
+
+def test_a_circle_without_a_history_blames_all_of_it(stage):
+    a, b = stage.ranks(2)
+    a.message("recv", 1, open=True)
+    b.message("recv", 0, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC218", [0, 1], [])
+
+
+def test_a_message_that_was_left_out_names_who_left_it_out(stage):
+    ranks = stage.ranks(3)
+    for step in range(6):
+        for actor in ranks:
+            left, right = (actor.rank - 1) % 3, (actor.rank + 1) % 3
+            actor.message("send", right, 50)
+            if not (step == 5 and actor.rank == 2):
+                actor.message("send", left, 51)
+            actor.message("recv", left, 52)
+            actor.message("recv", right, 53, open=step == 5 and actor.rank == 1)
+            if not (step == 5 and actor.rank == 1):
+                actor.collective("all_reduce", 60, open=step == 5)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC218", [2], [0, 1]) and stage.line(finding) == 52
+    assert any(f"it used to call send to rank 1 at {stage.script}:51" in line for line in finding.evidence)

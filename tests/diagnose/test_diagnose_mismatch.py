@@ -514,3 +514,37 @@ def test_a_skipped_call_of_ddp_is_explained_by_its_modules(stage):
     finding = stage.first(after=0.5)
     assert (finding.code, finding.ranks) == ("MC206", [1])
     assert any("find_unused_parameters=True" in fix for fix in finding.fix)
+
+
+def test_a_scatter_into_a_tensor_of_another_size_is_found_although_nothing_hangs(stage):
+    a, b = stage.ranks(2)
+    for step in range(6):
+        a.collective("scatter", 44, shape=(4,), peer=0)
+        b.collective("scatter", 44, shape=(8,) if step == 4 else (4,), peer=0)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC202", [1], [0]) and stage.line(finding) == 44
+    assert any("the backend did not notice" in line for line in finding.evidence)
+
+
+def held_by_a_barrier(stage, line_5):
+    head = "def work():\n    while True:\n        try:\n            read()\n"
+    stage.source(f"{head}{line_5}        finally:\n            log()\n            barrier()\n")
+    a, b = stage.ranks(2)
+    stage.train(6)
+    frame = {"file": str(stage.script), "line": 4, "function": "work", "text": ""}
+    b.event("raised", type="OSError", message="quota", frames=[frame], user_frame=frame, t_raised=b.t)
+    a.collective("all_reduce", 40, open=True)
+    b.collective("barrier", 8, open=True)
+    return stage.first(after=0.5)
+
+
+def test_an_exception_on_its_way_through_a_finally_is_not_swallowed(stage):
+    finding = held_by_a_barrier(stage, "\n")
+    assert (finding.code, finding.ranks, finding.victims) == ("MC301", [1], [0]) and stage.line(finding) == 4
+    assert finding.title == "rank 1 raised OSError: quota" and "finally" in finding.fix[1]
+    assert any(f"on its way out it waits for its peers at {stage.script}:8" in line for line in finding.evidence)
+
+
+def test_an_exception_that_was_caught_before_the_finally_is_swallowed(stage):
+    finding = held_by_a_barrier(stage, "        except OSError: pass\n")
+    assert (finding.code, finding.ranks) == ("MC302", [1]) and "swallowed OSError" in finding.title
