@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from model_check.diagnose import frames
+from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence
@@ -39,6 +40,7 @@ _COMPUTING = {
     "optimizer": "in the optimizer step",
 }
 
+_BACK_IN_ORDER = "look at the named line: there the rank calls something else than in its earlier steps"
 _PLURALS = {"is": "are", "has": "have", "was": "were"}
 
 
@@ -110,6 +112,7 @@ def _cycle(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait]) -> F
         certainty="proven",
         step=evidence.of(first).step,
         phase=waits[first].kind,
+        fix=(_BACK_IN_ORDER, *CATALOGUE["MC218"].fix) if left else (),
         began=max(waits[rank].since for rank in cycle),
         now=evidence.now,
     )
