@@ -41,6 +41,10 @@ _COMPUTING = {
 }
 
 _BACK_IN_ORDER = "look at the named line: there the rank calls something else than in its earlier steps"
+_WITH_A_TIMEOUT = (
+    "look at what the other threads do, or why none is left",
+    "queue.get(timeout=…), future.result(timeout=…) and event.wait(timeout=…) turn the wait into an error",
+)
 _PLURALS = {"is": "are", "has": "have", "was": "were"}
 
 
@@ -192,6 +196,7 @@ def _name(standing: Standing, joining: bool) -> Named:
         or (_never_joined(standing) if joining else None)
         or _spinning(standing)
         or _slow(standing)
+        or _other_thread(standing)
         or _user_code(standing)
     )
 
@@ -314,6 +319,22 @@ def _lock(s: Standing) -> Named | None:
         facts.append("inferred: the lock was taken by the same thread, or its owner ended without releasing it")
         title = f"rank {s.rank.rank} waits for a lock that nobody releases"
     return "MC211", title, waiters[0].user_frame or s.frame, facts, []
+
+
+def _other_thread(s: Standing) -> Named | None:
+    """It waits for an item, an event or the end of another thread: what matters is where those threads stand."""
+    if s.main is None or not frames.waits_between_threads(s.main):
+        return None
+    others = [t for t in s.dumps[-1].threads if t is not s.dumps[-1].main and t.user_frame is not None]
+    facts = [f"observed: {_doing(s)}"]
+    for thread in others[:_MOST_THREADS]:
+        assert thread.user_frame is not None, f"thread {thread.native_id} was chosen for its frame"
+        where = f"{thread.user_frame.site} in {thread.user_frame.function}"
+        facts.append(f"observed: its thread {thread.name or thread.native_id} is at {where}")
+    if not others:
+        facts.append("observed: none of its other threads runs a line of the script: who should end the wait is gone")
+    title = f"rank {s.rank.rank} waits for another of its threads" + (f" at {s.frame.site}" if s.frame else "")
+    return "MC211", title, s.frame, facts, list(_WITH_A_TIMEOUT)
 
 
 def _write(s: Standing) -> Named | None:

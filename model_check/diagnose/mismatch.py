@@ -107,7 +107,10 @@ def _plain(evidence: Evidence, divergence: Divergence) -> Finding:
 def _fix(divergence: Divergence, code: str) -> tuple[str, ...]:
     """Empty: what the catalogue says. A call that DDP or FSDP makes is not in the user's hands, but its modules are."""
     skipped = [issue for rank, issue in divergence.calls.items() if rank not in divergence.guilty]
-    return (_SAME_MODULES, _UNUSED) if code == "MC206" and skipped and all(i.native for i in skipped) else ()
+    first = divergence.first_call()
+    came_early = any(past.key == first.key for past in divergence.table.history(first.rank, first.seq))
+    by_modules = code == "MC206" and came_early and skipped and all(issue.native for issue in skipped)
+    return (_SAME_MODULES, _UNUSED) if by_modules else ()
 
 
 def _code(divergence: Divergence) -> str:

@@ -481,3 +481,34 @@ def test_a_message_that_was_left_out_names_who_left_it_out(stage):
     finding = stage.first(after=0.5)
     assert (finding.code, finding.ranks, finding.victims) == ("MC218", [2], [0, 1]) and stage.line(finding) == 52
     assert any(f"it used to call send to rank 1 at {stage.script}:51" in line for line in finding.evidence)
+
+
+THREADING = "/usr/lib/python3.11/threading.py"
+
+
+@pytest.mark.parametrize("wait", ["Condition.wait", "wait"])
+def test_a_queue_that_nobody_fills_any_more(stage, wait):
+    """Newer interpreters name a method with its class."""
+    stage.source("def batches():\n    while True:\n        yield q.get()\n")
+    _, guilty = held_up(stage)
+    look(guilty, (THREADING, 327, wait), ("/usr/lib/python3.11/queue.py", 171, "Queue.get"), ("", 3, "batches"))
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.severity) == ("MC211", [1], "warning") and stage.line(finding) == 3
+    assert finding.title == f"rank 1 waits for another of its threads at {stage.script}:3"
+    assert any("none of its other threads runs a line of the script" in line for line in finding.evidence)
+
+
+def test_a_thread_that_is_waited_for_is_shown_where_it_stands(stage):
+    _, guilty = held_up(stage)
+    logger = guilty.thread((THREADING, 10, "sleep"), ("", 7, "logger"), main=False)
+    look(guilty, (THREADING, 1139, "Thread._wait_for_tstate_lock"), (THREADING, 1119, "Thread.join"), ("", 30, "train"))
+    guilty.stack(stage.latest + 8, 3, guilty.thread((THREADING, 1119, "Thread.join"), ("", 30, "train")), logger)
+    finding = stage.first(after=9.0)
+    assert (finding.code, finding.ranks) == ("MC211", [1]) and stage.line(finding) == 30
+    assert f"observed: its thread Thread-1 is at {stage.script}:7 in logger" in finding.evidence
+
+
+def test_a_save_that_waits_for_its_own_writer_thread_is_still_a_save(stage):
+    _, guilty = held_up(stage, phase="save", line=60)
+    look(guilty, (THREADING, 327, "Condition.wait"), ("", 60, "train"))
+    assert stage.first().code == "MC220"

@@ -548,3 +548,16 @@ def test_an_exception_on_its_way_through_a_finally_is_not_swallowed(stage):
 def test_an_exception_that_was_caught_before_the_finally_is_swallowed(stage):
     finding = held_by_a_barrier(stage, "        except OSError: pass\n")
     assert (finding.code, finding.ranks) == ("MC302", [1]) and "swallowed OSError" in finding.title
+
+
+def test_a_barrier_that_a_rank_comes_to_early_is_not_explained_by_modules(stage):
+    a, b = stage.ranks(2)
+    for _ in range(6):
+        for actor in (a, b):
+            actor.collective("all_reduce", 24, shape=(68,), native=True)
+            actor.recorder.steps += 1
+    a.collective("all_reduce", 24, shape=(68,), native=True)
+    b.collective("barrier", 30, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC206", [1])
+    assert not any("find_unused_parameters" in fix for fix in finding.fix)
