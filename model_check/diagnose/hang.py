@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from model_check.diagnose import frames
-from model_check.diagnose.catalogue import CATALOGUE
+from model_check.diagnose.circles import all_wait_finding, cycle_finding
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence
@@ -17,7 +17,6 @@ from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import joining_findings
 from model_check.diagnose.raised import raised_at
-from model_check.diagnose.routine import departures
 from model_check.diagnose.source import source_text
 from model_check.diagnose.standing import Standing
 from model_check.diagnose.waits import Wait, find_cycle, holders
@@ -40,7 +39,10 @@ _COMPUTING = {
     "optimizer": "in the optimizer step",
 }
 
-_BACK_IN_ORDER = "look at the named line: there the rank calls something else than in its earlier steps"
+_LET_IT_END = (
+    "tell the thread to end before the script does, or make it one that does not count: Thread(…, daemon=True)",
+    "where other ranks wait for a call of this one: it has returned before that call",
+)
 _WITH_A_TIMEOUT = (
     "look at what the other threads do, or why none is left",
     "queue.get(timeout=…), future.result(timeout=…) and event.wait(timeout=…) turn the wait into an error",
@@ -52,7 +54,7 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     """Proofs first (a circle, a peer that is gone); guesses only while the job stands still."""
     cycle = find_cycle(waits)
     if cycle:
-        return [_cycle(evidence, cycle, waits)]
+        return [cycle_finding(evidence, cycle, waits)]
     held = holders(waits, evidence)
     gone = [
         rank
@@ -72,7 +74,7 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     if not suspects:
         suspects = _idle_alone(evidence, waits)
     if not suspects and waits:
-        return _transfer_stuck(evidence, waits)
+        return [all_wait_finding(evidence, waits)]
     return _merged([classify_standing(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
 
 
@@ -89,65 +91,6 @@ def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list
         ):
             quiet[rank.rank] = sorted(waits)
     return quiet
-
-
-def _cycle(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait]) -> Finding:
-    lines = []
-    for rank in cycle:
-        wait = waits[rank]
-        where = f" at {wait.frame.site}" if wait.frame is not None else ""
-        group = f" in group {wait.group}" if wait.group else ""
-        lines.append(f"observed: rank {rank} waits in {wait.what}{group}{where} for {ranks_text(wait.on)}")
-    lines.append("inferred: every rank of the circle needs another one to move first; none can")
-    left = departures(evidence, cycle)
-    guilty = [departure.rank for departure in left] or cycle
-    first = min(guilty)
-    title = f"{ranks_text(cycle)} wait for each other in a circle"
-    if left:
-        title += f", since {ranks_text(guilty)} left {'its' if len(left) == 1 else 'their'} usual order"
-        lines += [f"inferred: rank {d.rank} left the order of its own earlier calls: {d.text}" for d in left]
-    return make_finding(
-        "MC218",
-        title,
-        ranks=guilty,
-        victims=[rank for rank in waits if rank not in guilty],
-        frame=left[0].frame if left else waits[first].frame,
-        evidence=lines,
-        certainty="proven",
-        step=evidence.of(first).step,
-        phase=waits[first].kind,
-        fix=(_BACK_IN_ORDER, *CATALOGUE["MC218"].fix) if left else (),
-        began=max(waits[rank].since for rank in cycle),
-        now=evidence.now,
-    )
-
-
-def _transfer_stuck(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Finding]:
-    """Everybody waits, and nobody is known to hold the others up: all have arrived, or the records do not say who."""
-    first = min(waits)
-    if len({(wait.what, wait.group, wait.seq) for wait in waits.values()}) == 1:
-        title = f"every rank is inside {waits[first].what}, and the transfer does not end"
-        reasons = ["inferred: the network or a device between the ranks is slow or stuck, not the script"]
-        if waits[first].seq:
-            reasons.insert(0, "observed: all members of the group have called it with the same signature")
-    else:
-        title = "the ranks wait in different calls, and none of them goes on"
-        reasons = ["inferred: one of these calls waits for a rank that is in another; the records do not say which"]
-    return [
-        make_finding(
-            "MC220",
-            title,
-            ranks=[],
-            victims=sorted(waits),
-            frame=waits[first].frame,
-            evidence=[*waiting_text(waits, sorted(waits)), *reasons],
-            severity="error" if evidence.killed_as_hung else "warning",
-            step=evidence.of(first).step,
-            phase="collective",
-            began=max(wait.since for wait in waits.values()),
-            now=evidence.now,
-        )
-    ]
 
 
 def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]) -> Finding:
@@ -168,7 +111,7 @@ def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], w
             *facts,
             f"observed: no progress of rank {number} for {seconds_since(evidence, quiet_since)}",
             *waiting_text(waits, waiting),
-            *([f"inferred: {ranks_text(waiting)} can go on when rank {number} does"] if waiting else []),
+            *([_what_then(standing, waiting)] if waiting else []),
         ],
         severity="error" if evidence.killed_as_hung else "warning",
         step=rank.step,
@@ -177,6 +120,12 @@ def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], w
         began=quiet_since,
         now=evidence.now,
     )
+
+
+def _what_then(s: Standing, waiting: Sequence[int]) -> str:
+    if s.script_over:
+        return f"inferred: rank {s.rank.rank} will not make the call that is missing: its script is over"
+    return f"inferred: {ranks_text(waiting)} can go on when rank {s.rank.rank} does"
 
 
 Named = tuple[str, str, "Frame | None", list[str], list[str]]
@@ -323,16 +272,20 @@ def _lock(s: Standing) -> Named | None:
 
 def _other_thread(s: Standing) -> Named | None:
     """It waits for an item, an event or the end of another thread: what matters is where those threads stand."""
-    if s.main is None or not frames.waits_between_threads(s.main):
+    if s.main is None or not (s.script_over or frames.waits_between_threads(s.main)):
         return None
     others = [t for t in s.dumps[-1].threads if t is not s.dumps[-1].main and t.user_frame is not None]
-    facts = [f"observed: {_doing(s)}"]
+    over = f"observed: rank {s.rank.rank} has come to the end of its script and waits for its threads to end"
+    facts = [over if s.script_over else f"observed: {_doing(s)}"]
     for thread in others[:_MOST_THREADS]:
         assert thread.user_frame is not None, f"thread {thread.native_id} was chosen for its frame"
         where = f"{thread.user_frame.site} in {thread.user_frame.function}"
         facts.append(f"observed: its thread {thread.name or thread.native_id} is at {where}")
     if not others:
         facts.append("observed: none of its other threads runs a line of the script: who should end the wait is gone")
+    if s.script_over:
+        title = f"the script of rank {s.rank.rank} is over, and a thread keeps it from ending"
+        return "MC211", title, others[0].user_frame if others else None, facts, list(_LET_IT_END)
     title = f"rank {s.rank.rank} waits for another of its threads" + (f" at {s.frame.site}" if s.frame else "")
     return "MC211", title, s.frame, facts, list(_WITH_A_TIMEOUT)
 

@@ -91,6 +91,13 @@ class Standing:
         return self.rank.last_site()
 
     @property
+    def script_over(self) -> bool:
+        """Its main thread has come to the end of the script and waits for the other threads to end."""
+        if self.main is None or self.main.user_frame is not None:
+            return False
+        return any(f.function == "_shutdown" and f.file.endswith("threading.py") for f in self.main.frames)
+
+    @property
     def stopped(self) -> bool:
         return self.state in ("T", "t")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from model_check.rundir.ring import FLAG_ASYNC
@@ -512,3 +514,25 @@ def test_a_save_that_waits_for_its_own_writer_thread_is_still_a_save(stage):
     _, guilty = held_up(stage, phase="save", line=60)
     look(guilty, (THREADING, 327, "Condition.wait"), ("", 60, "train"))
     assert stage.first().code == "MC220"
+
+
+def test_a_script_that_is_over_and_held_by_a_thread(stage):
+    _, guilty = held_up(stage)
+    end = guilty.thread((THREADING, 1590, "_shutdown"))
+    guilty.stack(stage.latest + 6, 1, end, guilty.thread(("", 7, "logger"), main=False))
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC211", [1], [0]) and stage.line(finding) == 7
+    assert finding.title == "the script of rank 1 is over, and a thread keeps it from ending"
+    assert "inferred: rank 1 will not make the call that is missing: its script is over" in finding.evidence
+
+
+def test_a_peer_that_sends_from_a_helper_thread_closes_no_circle(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    helper = threading.Thread(target=lambda: a.message("send", 1))
+    helper.start()
+    helper.join()
+    b.message("recv", 0)
+    b.message("recv", 0, open=True)
+    a.collective("all_reduce", 40, open=True)
+    assert stage.findings(after=0.5) == []

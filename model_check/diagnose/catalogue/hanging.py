@@ -119,7 +119,7 @@ HANGING: dict[str, Entry] = {
     "MC211": Entry(
         "lock deadlock",
         "A thread waits for a lock, a queue or another thread, and nothing will release it.",
-        "Two threads take two locks in opposite order, one takes a plain Lock twice, or who should fill a queue is gone.",
+        "Two threads take two locks in opposite order, one takes a plain Lock twice, or nobody fills a queue.",
         "The stacks of all threads: each place where one waits for a lock is named. A plain lock has no owner to ask.",
         (
             "take locks in one order everywhere",
