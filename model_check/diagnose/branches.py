@@ -123,3 +123,17 @@ def swallowing_handler(frame: Frame) -> Handler | None:
                 text = f"except {caught}:" if caught else "except:"
                 return Handler(text, Frame(frame.file, handler.lineno, frame.function, root=frame.root))
     return None
+
+
+def held_in_finally(stands: Frame, raised: Frame) -> bool:
+    """Whether the line it stands at is in the `finally` of a `try` that the exception left and that catches nothing."""
+    tree = _tree(stands.file, stands.root)
+    if tree is None or raised.file != stands.file:
+        return False
+    inside = [node for node in _path_to(tree, raised.line) if isinstance(node, ast.Try)]
+    for at, node in enumerate(inside):
+        leaves = any(_contains(child, raised.line) for child in node.body)
+        waits = any(_contains(child, stands.line) for child in node.finalbody)
+        if leaves and waits:
+            return not any(caught.handlers for caught in inside[at:])
+    return False

@@ -15,18 +15,20 @@ from typing import Literal
 from model_check.diagnose.branches import rank_branch
 from model_check.diagnose.issues import GroupTable, Issue, Key
 
-Kind = Literal["op", "root", "shape", "dtype", "crossed", "shifted"]
+Kind = Literal["op", "root", "shape", "dtype", "reduction", "crossed", "shifted"]
 Manner = Literal["order", "missing", "extra"]
 
 # Operations whose tensors must have one size (and dtype) on every rank. The sizes of all_gather lists (not on gloo),
-# gather, scatter, all_to_all and object collectives may differ.
-SAME_SIZE_OPS = frozenset({"all_reduce", "broadcast", "reduce", "reduce_scatter"})
-SAME_DTYPE_OPS = SAME_SIZE_OPS | {"all_gather", "gather", "scatter"}
+# all_to_all and most object collectives may differ; of broadcast_object it is the number of objects.
+SAME_SIZE_OPS = frozenset(
+    {"all_reduce", "broadcast", "reduce", "reduce_scatter", "gather", "scatter", "broadcast_object"}
+)
+SAME_DTYPE_OPS = SAME_SIZE_OPS | {"all_gather"}
 _CROSSING_REACH = 4
 _SETTLED = 3
 _REMEMBERED = 256
 _LOOK_BACK = 64
-_SILENT: frozenset[Kind] = frozenset({"root", "dtype", "crossed"})  # what may stop nobody
+_SILENT: frozenset[Kind] = frozenset({"root", "dtype", "reduction", "crossed"})  # what may stop nobody
 
 
 @dataclass(frozen=True)
@@ -96,24 +98,31 @@ def _mismatch(table: GroupTable, calls: dict[int, Issue]) -> Kind | None:
     sizes = {size for issue in issues if (size := _size(issue)) is not None}
     if len(sizes) > 1:
         if op in SAME_SIZE_OPS:
-            return "op" if _out_of_step(table, issues) else "shape"
+            return "op" if _lost_step(table, issues) else "shape"
         if op == "all_gather" and not all(table.completed(issue) for issue in issues):
-            if _leaves_routine(table, issues):
+            if _lost_step(table, issues):
                 return "op"
             return "shape" if table.equal_gathers else None
+    if len({issue.reduction for issue in issues if issue.reduction}) > 1:
+        return "reduction"
     return None
 
 
-def _out_of_step(table: GroupTable, issues: Sequence[Issue]) -> bool:
-    """The ranks make different calls here, each of which another rank has made too: they have lost step."""
+def _lost_step(table: GroupTable, issues: Sequence[Issue]) -> bool:
+    """The ranks make different calls here, not one call with different tensors."""
     if len({issue.text_key for issue in issues}) == 1:
         return False
+    return _leaves_routine(table, issues) or _out_of_step(table, issues)
+
+
+def _out_of_step(table: GroupTable, issues: Sequence[Issue]) -> bool:
+    """Each call is one that another rank has made too."""
     made = {issue.rank: {past.key for past in table.history(issue.rank, issue.seq)} for issue in issues}
     return all(any(issue.key in made[other.rank] for other in issues if other is not issue) for issue in issues)
 
 
 def _leaves_routine(table: GroupTable, issues: Iterable[Issue]) -> bool:
-    """One rank gathers at a place where it never did before, while the others do what they always do."""
+    """One rank calls from a place where it never did before, while the others do what they always do."""
     novel = [_is_novel(table, issue) for issue in issues]
     return any(novel) and not all(novel)
 
@@ -131,6 +140,8 @@ def _signature(issue: Issue, kind: Kind) -> object:
         return issue.dtype
     if kind == "root":
         return issue.root
+    if kind == "reduction":
+        return issue.reduction
     if kind == "crossed":
         return issue.text_key
     return (issue.op, _size(issue) if issue.op in SAME_SIZE_OPS or issue.op == "all_gather" else None)
@@ -188,7 +199,9 @@ def _surprise(table: GroupTable, issue: Issue) -> str:
     usual = expected[0]
     if usual.key != issue.key:
         return f"after {history[-1].describe()} it used to call {usual.describe()}, this time {issue.describe()}"
-    if _size(usual) != _size(issue) or usual.dtype != issue.dtype or usual.root != issue.root:
+    if (_size(usual), usual.dtype, usual.root) != (_size(issue), issue.dtype, issue.root) or (
+        usual.reduction and usual.reduction != issue.reduction
+    ):
         return f"it used to call {usual.describe()}, this time {issue.describe()}"
     return ""
 

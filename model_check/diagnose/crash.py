@@ -22,7 +22,7 @@ from model_check.diagnose.memory import memory_account, memory_facts, memory_fix
 from model_check.diagnose.raised import last_swallowed, original, raised_at, swallowed_finding, user_frame
 from model_check.diagnose.timeouts import gave_up_finding
 from model_check.diagnose.uneven import loader_frame
-from model_check.diagnose.victims import is_lost_peer
+from model_check.diagnose.victims import is_lost_peer, unexpected_size
 from model_check.diagnose.waits import Wait
 from model_check.rundir import Finding
 
@@ -32,6 +32,10 @@ _FATAL_SIGNALS = frozenset(
 _ENDING_SIGNALS = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP})
 _SAVED_AND_STOPPED = 75
 _GIB = 1 << 30
+_TIDY_END = (
+    "end the script with dist.destroy_process_group(): threads of the backend that still run may abort the exit",
+    "the work of the script is done; what it wrote before its end is whole",
+)
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,7 @@ def _signal_finding(evidence: Evidence, root: Failure, victims: list[int], facts
         certainty="proven",
         step=rank.step,
         phase=rank.innermost.phase if rank.innermost is not None else None,
+        fix=_TIDY_END if code == "MC306" and _script_was_over(rank) else (),
         began=root.began,
         now=evidence.now,
     )
@@ -281,10 +286,35 @@ def _explain_signal(
             title = f"rank {rank.rank} ran out of host memory and aborted"
             return "MC307", title, ["observed: its log ends with a failed allocation", *memory], _crash_frame(rank)
         what = "crashed with a segmentation fault" if number == signal.SIGSEGV else f"crashed with {name}"
+        if sizes := unexpected_size(rank.log_tail):
+            where = f" in {inside}" if (inside := _waiting_in(rank)) else ""
+            title = f"rank {rank.rank} received {sizes[0]} bytes{where} where it expected {sizes[1]}, and aborted"
+            facts = [
+                f"observed: its log ends with gloo's complaint: {sizes[0]} bytes came, {sizes[1]} were expected",
+                "inferred: the other side sent a tensor of another size; which of the two is wrong is not recorded",
+            ]
+            return "MC202", title, facts, _crash_frame(rank)
+        if _script_was_over(rank):
+            over = "observed: the script had ended with code 0; what crashed is the interpreter on its way out"
+            return "MC306", f"rank {rank.rank} {what} after its script had ended", [over], None
         stack = [f"observed: the crashed thread was at {f.site} in {f.function}" for f in rank.fault_frames[:1]]
         return "MC306", f"rank {rank.rank} {what}", stack, _crash_frame(rank)
     nobody = "observed: the launcher did not send it, and no memory kill is on record; the sender is not known"
     return "MC303", f"rank {rank.rank} was ended by {name}", [nobody, *memory], rank.last_site()
+
+
+def _waiting_in(rank: RankEvidence) -> str:
+    """recv from rank 0; broadcast; empty where it was in no recorded call"""
+    crumb = rank.blocking
+    if crumb is None:
+        return ""
+    return f"{crumb.op} from rank {crumb.peer}" if crumb.op == "recv" and crumb.peer >= 0 else crumb.op
+
+
+def _script_was_over(rank: RankEvidence) -> bool:
+    """It had come to the end of its script, and no line of it ran any more (a __del__ or an atexit handler does)."""
+    said = rank.happened("exit")
+    return bool(said) and said[-1].get("code") == 0 and innermost_user(rank.fault_frames) is None
 
 
 def _crash_frame(rank: RankEvidence) -> Frame | None:

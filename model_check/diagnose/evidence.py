@@ -58,6 +58,7 @@ class ProcSample:
     stdin: str
     syscall_target: str = ""
     io_bytes: int = 0
+    switches: int | None = None  # how often the main thread went to sleep; None where nobody counted
     children: tuple[Mapping[str, Any], ...] = ()
 
 

@@ -13,14 +13,24 @@ from typing import Any
 
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import Issue, MessageKey, is_issue
-from model_check.rundir.ring import FLAG_NATIVE, Crumb, RingTail
+from model_check.rundir.ring import FLAG_NATIVE, REDUCES_BY, Crumb, RingTail
 
 _RECENT = 2048
 _EARLY = 512
 _ISSUES = 1024
+_REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 _EARLY_PHASES = frozenset({"import", "init", "hub", "tracker"})
 # The phases that give a collective its place within a step.
 _CONTEXT_PHASES = frozenset({"data", "forward", "backward", "optimizer", "step", "save", "load", "eval"})
+
+
+def _reduction(crumb: Crumb) -> str:
+    """By which operation a call reduces, where its record says so: the first one of a group names the members there."""
+    if crumb.op not in _REDUCING or crumb.flags & FLAG_NATIVE or crumb.detail.endswith("?"):
+        return ""
+    return (
+        crumb.detail.removeprefix(REDUCES_BY) if crumb.detail.startswith(REDUCES_BY) else "" if crumb.detail else "sum"
+    )
 
 
 class RankLog:
@@ -85,6 +95,7 @@ class RankLog:
             native=bool(crumb.flags & FLAG_NATIVE),
             peer=crumb.peer,
             thread=crumb.thread,
+            reduction=_reduction(crumb),
         )
         if len(issues) > _ISSUES:
             oldest = next(iter(issues))

@@ -131,10 +131,11 @@ def _inner_part(thread: ThreadStack) -> Iterable[Frame]:
 
 
 def waits_for_lock(thread: ThreadStack) -> bool:
-    """In a lock, condition, queue or join; a plain lock is C code, so there the source line decides."""
+    """About to take a lock, which is C code, so that the source line decides, or the standard library's way to it."""
     inner = list(_inner_part(thread))
     if inner:
-        return inner[0].function in _LOCK_FUNCTIONS and any(inner[0].file.endswith(name) for name in _LOCK_FILES)
+        takes = inner[0].function.rpartition(".")[2] in ("acquire", "__enter__")
+        return takes and any(inner[0].file.endswith(name) for name in _LOCK_FILES)
     frame = thread.user_frame
     return frame is not None and not thread.active and bool(_LOCK_TEXT.search(source_text(frame)))
 

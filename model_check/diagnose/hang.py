@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from model_check.diagnose import frames
+from model_check.diagnose.circles import all_wait_finding, cycle_finding
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, seconds_since, waiting_text
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
+from model_check.diagnose.joining import joining_findings
 from model_check.diagnose.raised import raised_at
 from model_check.diagnose.source import source_text
 from model_check.diagnose.standing import Standing
@@ -37,6 +39,14 @@ _COMPUTING = {
     "optimizer": "in the optimizer step",
 }
 
+_LET_IT_END = (
+    "tell the thread to end before the script does, or make it one that does not count: Thread(…, daemon=True)",
+    "where other ranks wait for a call of this one: it has returned before that call",
+)
+_WITH_A_TIMEOUT = (
+    "look at what the other threads do, or why none is left",
+    "queue.get(timeout=…), future.result(timeout=…) and event.wait(timeout=…) turn the wait into an error",
+)
 _PLURALS = {"is": "are", "has": "have", "was": "were"}
 
 
@@ -44,7 +54,7 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     """Proofs first (a circle, a peer that is gone); guesses only while the job stands still."""
     cycle = find_cycle(waits)
     if cycle:
-        return [_cycle(evidence, cycle, waits)]
+        return [cycle_finding(evidence, cycle, waits)]
     held = holders(waits, evidence)
     gone = [
         rank
@@ -56,13 +66,15 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
         return [departed_finding(evidence, tables, gone, victims, waiting_text(waits, victims))]
     if not evidence.stalled:
         return []
+    if apart := joining_findings(evidence, waits):
+        return apart
     stopped = [r for r in evidence.ranks.values() if evidence.stands(r.rank) and Standing(evidence, r).stopped]
     others = [r for r in evidence.all_ranks if evidence.stands(r)]
     suspects = {r.rank: others for r in stopped} or {rank: held[rank] for rank in held if evidence.stands(rank)}
     if not suspects:
         suspects = _idle_alone(evidence, waits)
     if not suspects and waits:
-        return _transfer_stuck(evidence, waits)
+        return [all_wait_finding(evidence, waits)]
     return _merged([classify_standing(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
 
 
@@ -79,54 +91,6 @@ def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list
         ):
             quiet[rank.rank] = sorted(waits)
     return quiet
-
-
-def _cycle(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait]) -> Finding:
-    lines = []
-    for rank in cycle:
-        wait = waits[rank]
-        where = f" at {wait.frame.site}" if wait.frame is not None else ""
-        group = f" in group {wait.group}" if wait.group else ""
-        lines.append(f"observed: rank {rank} waits in {wait.what}{group}{where} for {ranks_text(wait.on)}")
-    first = min(cycle)
-    others = [rank for rank in waits if rank not in cycle]
-    return make_finding(
-        "MC218",
-        f"{ranks_text(cycle)} wait for each other in a circle",
-        ranks=cycle,
-        victims=others,
-        frame=waits[first].frame,
-        evidence=[*lines, "inferred: every rank of the circle needs another one to move first; none can"],
-        certainty="proven",
-        step=evidence.of(first).step,
-        phase=waits[first].kind,
-        began=max(waits[rank].since for rank in cycle),
-        now=evidence.now,
-    )
-
-
-def _transfer_stuck(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Finding]:
-    """Everybody has arrived and nobody comes back."""
-    first = min(waits)
-    return [
-        make_finding(
-            "MC220",
-            f"every rank is inside {waits[first].what}, and the transfer does not end",
-            ranks=[],
-            victims=sorted(waits),
-            frame=waits[first].frame,
-            evidence=[
-                *waiting_text(waits, sorted(waits)),
-                "observed: all members of the group have called it with the same signature",
-                "inferred: the network or a device between the ranks is slow or stuck, not the script",
-            ],
-            severity="error" if evidence.killed_as_hung else "warning",
-            step=evidence.of(first).step,
-            phase="collective",
-            began=max(wait.since for wait in waits.values()),
-            now=evidence.now,
-        )
-    ]
 
 
 def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]) -> Finding:
@@ -147,7 +111,7 @@ def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], w
             *facts,
             f"observed: no progress of rank {number} for {seconds_since(evidence, quiet_since)}",
             *waiting_text(waits, waiting),
-            *([f"inferred: {ranks_text(waiting)} can go on when rank {number} does"] if waiting else []),
+            *([_what_then(standing, waiting)] if waiting else []),
         ],
         severity="error" if evidence.killed_as_hung else "warning",
         step=rank.step,
@@ -156,6 +120,12 @@ def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], w
         began=quiet_since,
         now=evidence.now,
     )
+
+
+def _what_then(s: Standing, waiting: Sequence[int]) -> str:
+    if s.script_over:
+        return f"inferred: rank {s.rank.rank} will not make the call that is missing: its script is over"
+    return f"inferred: {ranks_text(waiting)} can go on when rank {s.rank.rank} does"
 
 
 Named = tuple[str, str, "Frame | None", list[str], list[str]]
@@ -175,6 +145,7 @@ def _name(standing: Standing, joining: bool) -> Named:
         or (_never_joined(standing) if joining else None)
         or _spinning(standing)
         or _slow(standing)
+        or _other_thread(standing)
         or _user_code(standing)
     )
 
@@ -299,6 +270,26 @@ def _lock(s: Standing) -> Named | None:
     return "MC211", title, waiters[0].user_frame or s.frame, facts, []
 
 
+def _other_thread(s: Standing) -> Named | None:
+    """It waits for an item, an event or the end of another thread: what matters is where those threads stand."""
+    if s.main is None or not (s.script_over or frames.waits_between_threads(s.main)):
+        return None
+    others = [t for t in s.dumps[-1].threads if t is not s.dumps[-1].main and t.user_frame is not None]
+    over = f"observed: rank {s.rank.rank} has come to the end of its script and waits for its threads to end"
+    facts = [over if s.script_over else f"observed: {_doing(s)}"]
+    for thread in others[:_MOST_THREADS]:
+        assert thread.user_frame is not None, f"thread {thread.native_id} was chosen for its frame"
+        where = f"{thread.user_frame.site} in {thread.user_frame.function}"
+        facts.append(f"observed: its thread {thread.name or thread.native_id} is at {where}")
+    if not others:
+        facts.append("observed: none of its other threads runs a line of the script: who should end the wait is gone")
+    if s.script_over:
+        title = f"the script of rank {s.rank.rank} is over, and a thread keeps it from ending"
+        return "MC211", title, others[0].user_frame if others else None, facts, list(_LET_IT_END)
+    title = f"rank {s.rank.rank} waits for another of its threads" + (f" at {s.frame.site}" if s.frame else "")
+    return "MC211", title, s.frame, facts, list(_WITH_A_TIMEOUT)
+
+
 def _write(s: Standing) -> Named | None:
     if not s.write_is_stuck or s.sample is None:
         return None
@@ -319,7 +310,9 @@ def _spinning(s: Standing) -> Named | None:
     frame = s.spinning
     if frame is None:
         return None
-    share = f"uses {100 * s.cpu_share:.0f} % of a core" if s.cpu_share is not None else "is running"
+    share = "wakes up again and again"
+    if s.busy:
+        share = f"uses {100 * s.cpu_share:.0f} % of a core" if s.cpu_share is not None else "is running"
     facts = [f"observed: the process {share} and stays in {frame.function}", f"observed: {_doing(s)}"]
     return "MC212", f"rank {s.rank.rank} loops in {frame.function} without getting anywhere", frame, facts, []
 

@@ -42,6 +42,7 @@ class Issue:
     native: bool = False
     peer: int = -1
     thread: int = 0  # native id; 0 where it is not known
+    reduction: str = ""  # sum, max, …; empty where the call reduces nothing, or it is not known
 
     @property
     def site(self) -> str:
@@ -66,6 +67,9 @@ class Issue:
         """all_reduce of float32[64, 64] at train.py:40; broadcast of float32[4], root 0, at train.py:41"""
         shape = f"[{', '.join(map(str, self.shape))}]" if self.shape else ""
         what = f"{self.op} of {self.dtype}{shape}" if self.dtype not in ("none", "") else self.op
+        if self.op == "broadcast_object" and self.shape:
+            what += f" of {self.shape[0]} object{'s' if self.shape[0] != 1 else ''}"
+        what += f" by {self.reduction}" if self.reduction not in ("", "sum") else ""
         what += f", root {self.root}," if self.root >= 0 else ""
         where = f" at {self.site}" if self.site else ""
         inside = " (started by DDP or FSDP)" if self.native else ""

@@ -14,7 +14,18 @@ from model_check.diagnose.uneven import short_of_data, uneven_finding
 from model_check.rundir import Finding
 from model_check.rundir.verdict import Certainty, Severity
 
-_SHORT = {"op": "MC201", "root": "MC221", "shape": "MC202", "dtype": "MC203", "crossed": "MC208", "shifted": "MC206"}
+_OWN_GROUPS = "give each thread a process group of its own: dist.new_group(), made on the main thread of all ranks"
+_SAME_MODULES = "run the same modules, forward and backward, on all ranks: DDP or FSDP starts a collective for each"
+_UNUSED = "where a parameter may get no gradient on a rank: DistributedDataParallel(…, find_unused_parameters=True)"
+_SHORT = {
+    "op": "MC201",
+    "root": "MC221",
+    "shape": "MC202",
+    "dtype": "MC203",
+    "reduction": "MC223",
+    "crossed": "MC208",
+    "shifted": "MC206",
+}
 
 
 def mismatch_findings(evidence: Evidence, tables: Iterable[GroupTable], matcher: Matcher) -> list[Finding]:
@@ -65,10 +76,12 @@ def _calls_differ(divergence: Divergence) -> bool:
 
 def _plain(evidence: Evidence, divergence: Divergence) -> Finding:
     calls, guilty = divergence.calls, divergence.guilty
-    code = _code(divergence)
+    threads = _threads(evidence, calls)
+    # Of two threads neither has left a call out: only their order is another one.
+    code = "MC201" if threads and divergence.kind == "op" else _code(divergence)
     first = divergence.first_call()
     everybody = sorted(set(divergence.table.members) | set(calls))
-    facts = [*_calls(divergence), *_threads(evidence, calls)]
+    facts = [*_calls(divergence), *threads]
     facts += [f"inferred: {divergence.blame}"] if divergence.blame else []
     if not guilty:
         facts.append("inferred: nothing in the history says which of these ranks is the wrong one, so none is blamed")
@@ -85,9 +98,19 @@ def _plain(evidence: Evidence, divergence: Divergence) -> Finding:
         step=first.step,
         phase="collective",
         tensor=_tensor(first),
+        fix=(_OWN_GROUPS,) if threads else _fix(divergence, code),
         began=max(issue.t for issue in calls.values()) or None,
         now=evidence.now,
     )
+
+
+def _fix(divergence: Divergence, code: str) -> tuple[str, ...]:
+    """Empty: what the catalogue says. A call that DDP or FSDP makes is not in the user's hands, but its modules are."""
+    skipped = [issue for rank, issue in divergence.calls.items() if rank not in divergence.guilty]
+    first = divergence.first_call()
+    came_early = any(past.key == first.key for past in divergence.table.history(first.rank, first.seq))
+    by_modules = code == "MC206" and came_early and skipped and all(issue.native for issue in skipped)
+    return (_SAME_MODULES, _UNUSED) if by_modules else ()
 
 
 def _code(divergence: Divergence) -> str:
@@ -118,7 +141,7 @@ def _title(divergence: Divergence, code: str) -> str:
     if divergence.kind == "root":
         return f"{_roots_used(divergence)} in one {first.op}"
     if not divergence.decided:
-        kinds = {"shape": "sizes", "dtype": "dtypes", "crossed": "crossed order"}
+        kinds = {"shape": "sizes", "dtype": "dtypes", "reduction": "reductions", "crossed": "crossed order"}
         return f"{who} called different {kinds.get(divergence.kind, 'collectives')} at the same place in their order"
     if code == "MC206":
         if first.op in ("barrier", "monitored_barrier") and divergence.kind == "op" and others.op != first.op:
@@ -127,9 +150,12 @@ def _title(divergence: Divergence, code: str) -> str:
     if code == "MC207":
         return f"{who} called {'an' if first.op[0] in 'aeiou' else 'a'} {first.op} that no other rank calls"
     if code == "MC202":
-        return f"{who} called {first.op} with another size than its peers"
+        what = "number of objects" if first.op == "broadcast_object" else "size"
+        return f"{who} called {first.op} with another {what} than its peers"
     if code == "MC203":
         return f"{who} called {first.op} with {first.dtype}, its peers with {others.dtype}"
+    if code == "MC223":
+        return f"{who} called {first.op} by {first.reduction}, its peers by {others.reduction}"
     if code == "MC208":
         return f"{who} call{'s' if one else ''} two collectives of the same size in swapped order"
     if first.op == others.op:
@@ -165,7 +191,7 @@ def _threads(evidence: Evidence, calls: Mapping[int, Issue]) -> list[str]:
         return []
     return [
         f"observed: {ranks_text(helpers)} called it on a helper thread, the others on the main thread",
-        "inferred: two threads of a rank use one group, and their order differs between ranks; give each its own group",
+        "inferred: two threads of a rank use one group, and no order holds between them",
     ]
 
 
@@ -183,6 +209,8 @@ def _consequence(divergence: Divergence) -> str:
             "inferred: where the sizes in bytes agree, the backend does not notice and every result is a mixture of "
             "different values; where they differ, it may abort or wait"
         )
+    if divergence.kind == "reduction":
+        return "inferred: the backend does not notice; the results are neither the one nor the other, on every rank"
     if divergence.kind == "crossed":
         return "inferred: the backend does not notice; every result of these calls is a mixture of different values"
     if divergence.kind == "root" and not divergence.stuck:
@@ -191,13 +219,15 @@ def _consequence(divergence: Divergence) -> str:
         return "inferred: a rank waits for a root that does not send, or sends to one that does not receive"
     if divergence.kind == "shifted":
         return "inferred: from here on every collective of this group pairs values of different steps"
+    if divergence.kind == "shape" and all(map(divergence.table.passed, divergence.calls.values())):
+        return "inferred: the backend did not notice; a tensor is filled in part, or holds what is not its own"
     if divergence.kind == "shape":
         return "inferred: one rank aborts or all of them wait; the call cannot complete"
     return "inferred: each rank waits for a call that the others will not make; this cannot resolve itself"
 
 
 def _tensor(issue: Issue) -> str | None:
-    return f"{issue.dtype}[{', '.join(map(str, issue.shape))}]" if issue.shape else None
+    return f"{issue.dtype}[{', '.join(map(str, issue.shape))}]" if issue.shape and issue.dtype != "none" else None
 
 
 def _swallowed_before(evidence: Evidence, divergence: Divergence) -> tuple[int, Mapping[str, Any]] | None:

@@ -1,4 +1,4 @@
-"""Records of exceptions: the user's line of one, those a script swallowed, and the rule on them: MC302."""
+"""Records of exceptions: the user's line of one, those a script swallowed, and the rules on them: MC301, MC302."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from model_check.diagnose.branches import swallowing_handler
-from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.branches import held_in_finally, swallowing_handler
+from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
 
+_NOTHING_IN_FINALLY = (
+    "repair the named line; the text of the exception is the original one",
+    "call no collective in a `finally`: a rank that fails must not wait for the others",
+)
 _STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
 
 
@@ -84,9 +88,13 @@ def user_frame(record: Mapping[str, Any]) -> Frame | None:
     given = record.get("user_frame")
     if isinstance(given, dict) and given.get("file"):
         return Frame.from_json(given)
+    return innermost_user(reversed(_frames(record)))
+
+
+def _frames(record: Mapping[str, Any]) -> list[Frame]:
+    """The way of an exception, outermost first."""
     frames = record.get("frames")
-    parsed = [Frame.from_json(f) for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
-    return innermost_user(reversed(parsed))
+    return [Frame.from_json(f) for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
 
 
 def raised_at(rank: RankEvidence, record: Mapping[str, Any]) -> Frame | None:
@@ -110,23 +118,44 @@ def swallowed_finding(
     """MC302. `shown_at`: when the drift began to show; the exception itself may be minutes older."""
     frame = raised_at(evidence.of(rank), record)
     kind, message = record.get("type", "an exception"), str(record.get("message", "")).split("\n")[0]
+    facts = [f"observed: {kind}: {message}" + (f", raised at {frame.site}" if frame is not None else ""), *facts]
+    began = shown_at or _time(record) or None
+    if (stands := _held_on_its_way_out(evidence.of(rank), record)) is not None:
+        return make_finding(
+            "MC301",
+            f"rank {rank} raised {kind}: {message}",
+            ranks=[rank],
+            victims=victims,
+            frame=frame,
+            evidence=[*facts, f"observed: on its way out it waits for its peers at {stands.site}, in a `finally`"],
+            certainty="proven",
+            step=evidence.of(rank).step,
+            phase="exception",
+            fix=_NOTHING_IN_FINALLY,
+            began=began,
+            now=evidence.now,
+        )
     return make_finding(
         "MC302",
         f"rank {rank} swallowed {kind} and drifted away from its peers",
         ranks=[rank],
         victims=victims,
         frame=frame,
-        evidence=[
-            f"observed: {kind}: {message}" + (f", raised at {frame.site}" if frame is not None else ""),
-            "observed: the script caught it and went on; no other rank did the same",
-            *facts,
-        ],
+        evidence=[facts[0], "observed: the script caught it and went on; no other rank did the same", *facts[1:]],
         certainty="proven",
         step=evidence.of(rank).step,
         phase="exception",
-        began=shown_at or _time(record) or None,
+        began=began,
         now=evidence.now,
     )
+
+
+def _held_on_its_way_out(rank: RankEvidence, record: Mapping[str, Any]) -> Frame | None:
+    """Where it waits for its peers in a `finally` that the exception passes: nothing has caught that."""
+    crumb = rank.blocking
+    stands = frame_of(crumb, rank.cwd) if crumb is not None and crumb.file else None
+    held = stands is not None and any(held_in_finally(stands, passed) for passed in _frames(record))
+    return stands if held else None
 
 
 def unseen_swallow_finding(

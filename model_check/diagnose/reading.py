@@ -196,6 +196,7 @@ def _sample(t: float, body: Mapping[str, Any]) -> ProcSample:
         stdin=str(body.get("fd0") or ""),
         syscall_target=str(body.get("syscall_target") or ""),
         io_bytes=whole(body.get("io_bytes")),
+        switches=whole(body["switches"]) if body.get("switches") is not None else None,
         children=tuple(_objects(body.get("children"))),
     )
 

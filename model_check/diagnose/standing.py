@@ -16,6 +16,7 @@ from model_check.diagnose.source import enclosing_loop
 BUSY_SHARE = 0.5
 _SHARED_CORE = 0.05
 _POLLING_SHARE = 0.002
+_POLLS_PER_S = 0.3
 _WRITE_CALLS = frozenset({"write", "pwrite64", "writev", "open", "openat", "fsync", "fdatasync", "flock", "fcntl"})
 _WRITE_CHANNELS = ("pipe_w", "fifo", "wait_for_partner", "nfs", "rpc_wait", "jbd2", "balance_dirty", "sync")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/code.py")
@@ -88,6 +89,13 @@ class Standing:
         if self.main is not None and self.main.user_frame is not None:
             return self.main.user_frame
         return self.rank.last_site()
+
+    @property
+    def script_over(self) -> bool:
+        """Its main thread has come to the end of the script and waits for the other threads to end."""
+        if self.main is None or self.main.user_frame is not None:
+            return False
+        return any(f.function == "_shutdown" and f.file.endswith("threading.py") for f in self.main.frames)
 
     @property
     def stopped(self) -> bool:
@@ -170,8 +178,20 @@ class Standing:
         direct = self.main.innermost is frame
         if self.busy and (in_loop or (direct and self._same_function_twice())):
             return frame
-        polls = self.cpu_share is not None and self.cpu_share >= _POLLING_SHARE
-        return frame if in_loop and polls and self._same_function_twice() else None
+        return frame if in_loop and self._polls and self._same_function_twice() else None
+
+    @cached_property
+    def _polls(self) -> bool:
+        """Its main thread wakes up again and again; one that stays in a single blocking call does not."""
+        quiet = self.quiet_samples[1:]  # on its way into a blocking call it may sleep a few times more
+        counts = [s.switches for s in quiet if s.switches is not None]
+        if self.sample is None or self.sample.switches is None:
+            # Nobody counted: then the CPU time of all its threads has to do.
+            return self.cpu_share is not None and self.cpu_share >= _POLLING_SHARE
+        if len(counts) < 2:
+            return False
+        woken = counts[-1] - counts[0]
+        return woken >= 2 and woken / (quiet[-1].t - quiet[0].t) >= _POLLS_PER_S
 
     def _same_function_twice(self) -> bool:
         mains = [dump.main for dump in self.dumps[-2:] if dump.main is not None]

@@ -32,6 +32,16 @@ _LOST_STORE = re.compile(
 _SIZES_DIFFER = re.compile(r"data size doesn't match|op\.preamble\.length")
 
 
+# "op.preamble.length <= op.nbytes. 16 vs 8."
+_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (?P<came>\d{1,20}) vs (?P<expected>\d{1,20})")
+
+
+def unexpected_size(text: str) -> tuple[int, int] | None:
+    """The bytes that came and those that were expected, where gloo aborted because they differ."""
+    found = _SIZES.search(text)
+    return (int(found["came"]), int(found["expected"])) if found is not None else None
+
+
 def is_store_loss(text: str) -> bool:
     """The error is about the store through which ranks find each other."""
     return _LOST_STORE.search(text) is not None

@@ -97,6 +97,8 @@ def _wait(
 def _what(crumb: Crumb) -> str:
     if crumb.op in ("send", "recv") and crumb.peer >= 0:
         return f"send to rank {crumb.peer}" if crumb.op == "send" else f"recv from rank {crumb.peer}"
+    if crumb.detail == "init_process_group":
+        return crumb.detail
     if crumb.op not in ("none", "other"):
         return crumb.op
     return "init_process_group" if crumb.phase == "init" else crumb.phase
@@ -128,7 +130,9 @@ def _p2p_wait(evidence: Evidence, rank: RankEvidence, crumb: Crumb) -> Wait | No
     blocks = crumb.op == "recv" or str(evidence.of(rank.rank).header.get("backend") or "gloo") == "gloo"
     if unknown or theirs >= crumb.collective_seq:
         return _wait(rank, "p2p", (), crumb, firm=False)
-    return _wait(rank, "p2p", (crumb.peer,), crumb, firm=blocks and not is_async(crumb))
+    # A peer that sends messages from helper threads may still send this one while its main thread waits.
+    on_main = all(c.thread == peer.main_thread for c in peer.crumbs if c.phase == "p2p")
+    return _wait(rank, "p2p", (crumb.peer,), crumb, firm=blocks and on_main)
 
 
 def holders(waits: Mapping[int, Wait], evidence: Evidence) -> dict[int, list[int]]:

@@ -6,6 +6,8 @@ a second apart show: who waits for the others, and who is somewhere else.
 
 from __future__ import annotations
 
+import linecache
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ _COLLECTIVES = frozenset(
         "wait_tensor",
     }
 )
+# The waits of threads, events and subprocesses are Python code with frames of their own; that of a Work is not.
+_WAITS_FOR_WORK = re.compile(r"(?<!\bos)\.wait\(")
 _COLLECTIVE_PREFIXES = ("all_gather", "broadcast", "gather", "reduce", "scatter")
 
 
@@ -198,6 +202,8 @@ def _read_stack(look: _Look) -> tuple[Kind, str, Frame | None]:
         return "code", f"{outer.function} of {_library(outer.file)}", user
     if any("torch/utils/data/" in frame.file for frame in thread.frames):
         return "loader", "its own code, called by the data loader", user
+    if user is not None and _WAITS_FOR_WORK.search(linecache.getline(user.file, user.line)):
+        return "waiting", "the wait for a call that it started before", user
     return "code", "its own code", user
 
 

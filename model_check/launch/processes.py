@@ -1,6 +1,6 @@
 """What /proc says about the processes of a job: state, CPU time, memory, what the kernel has them waiting for.
 
-A sample reads six small files per process (about 0.1 ms), so the supervisor can take one every second. Nothing here
+A sample reads seven small files per process (about 0.1 ms), so the supervisor can take one every second. Nothing here
 needs the process's cooperation; a process that is gone reads as None, never as an error.
 """
 
@@ -91,6 +91,7 @@ class ProcessSample:
     syscall_target: str | None
     fd0: str
     io_bytes: int
+    switches: int | None  # how often the main thread has gone to sleep: a poll moves this, one long wait does not
     children: tuple[ProcStat, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
@@ -106,6 +107,7 @@ class ProcessSample:
             "syscall_target": self.syscall_target,
             "fd0": self.fd0,
             "io_bytes": self.io_bytes,
+            "switches": self.switches,
             "children": [
                 {"pid": c.pid, "state": c.state, "cpu_s": round(c.cpu_s, 2), "comm": c.comm, "rss": c.rss}
                 for c in self.children
@@ -163,13 +165,18 @@ def wants_to_run(pid: int) -> bool:
     return any(_read(pid, f"task/{task}/stat").rpartition(")")[2].split()[:1] == ["R"] for task in tasks)
 
 
-def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for this signal: one without would die of it, or never hear it."""
+def _status(pid: int, field_name: str) -> str:
+    """One field of /proc/PID/status, which is that of the main thread; empty where there is none."""
     for line in _read(pid, "status").splitlines():
         name, _, value = line.partition(":")
-        if name == "SigCgt":
-            return bool(int(value, 16) >> (number - 1) & 1)
-    return False
+        if name == field_name:
+            return value.strip()
+    return ""
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal: one without would die of it, or never hear it."""
+    return bool(int(_status(pid, "SigCgt") or "0", 16) >> (number - 1) & 1)
 
 
 def children_of(pid: int) -> list[int]:
@@ -240,6 +247,7 @@ def sample(pid: int) -> ProcessSample | None:
         syscall_target=target,
         fd0=_link(pid, "fd/0"),
         io_bytes=_io_bytes(pid),
+        switches=int(counted) if (counted := _status(pid, "voluntary_ctxt_switches")) else None,
         children=tuple(child for child in map(read_stat, children_of(pid)) if child is not None),
     )
 

@@ -409,3 +409,31 @@ def test_a_dead_loader_worker_is_named_at_the_loader_wherever_the_rank_was(stage
     a.fails("RuntimeError", "DataLoader worker (pid 77) exited unexpectedly with exit code 1", 31)
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks) == ("MC216", [0]) and stage.line(finding) == 20
+
+
+def test_an_abort_after_the_end_of_the_script_names_no_line_of_it(stage):
+    a, b = crashing(stage)
+    b.event("exit", code=0, via="return")
+    b.exits(None, signal=signal.SIGABRT)
+    a.exits(0, via="return")
+    verdict = stage.verdict(live=False)
+    finding = verdict.findings[0]
+    assert (finding.code, finding.ranks, finding.location) == ("MC306", [1], None)
+    assert finding.title == "rank 1 crashed with SIGABRT after its script had ended" and verdict.exit_code == 134
+    assert "destroy_process_group" in finding.fix[0]
+
+
+def test_an_abort_over_a_message_of_another_size_is_a_wrong_size(stage):
+    _, b = crashing(stage)
+    b.message("recv", 0, 52, open=True)
+    logs = stage.run_dir.root / "logs"
+    logs.mkdir()
+    (logs / "rank-00001.log").write_text(
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8. "
+        "Received data size doesn't match expected size.\n"
+    )
+    b.exits(None, signal=signal.SIGABRT)
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks) == ("MC202", [1]) and stage.line(finding) == 52
+    assert finding.title == "rank 1 received 16 bytes in recv from rank 0 where it expected 8, and aborted"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+
+from model_check.rundir.ring import FLAG_ASYNC
 
 LOADER = "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py"
 TORCH = "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py"
@@ -374,3 +378,161 @@ def test_a_write_that_keeps_the_gil_is_first_of_all_a_stuck_write(stage):
     _, guilty = held_up(stage, phase="save", line=50)
     look(guilty, ("", 50, "save"), gil=True, syscall="openat", state="S")
     assert stage.first().code == "MC213"
+
+
+def test_a_wait_for_a_message_nobody_sends_closes_the_circle(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    a.message("send", 1)
+    b.begin("p2p", 52, op="recv", group="default", collective_seq=1, peer=0, flags=FLAG_ASYNC)
+    b.begin("p2p", 53, op="recv", group="default", collective_seq=2, peer=0, flags=FLAG_ASYNC, detail="wait")
+    a.collective("all_reduce", 40, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.certainty) == ("MC218", [0, 1], "proven")
+    assert any(f"rank 1 waits in recv from rank 0 in group default at {stage.script}:53" in e for e in finding.evidence)
+
+
+def test_waits_in_different_calls_are_not_said_to_be_one_call(stage):
+    a, b, _ = stage.ranks(3, capacity=64)
+    stage.train(40)  # the rings have lost their beginning: nobody can say what was not sent
+    a.begin("p2p", 50, op="recv", group="default", collective_seq=9, peer=2)
+    b.begin("p2p", 51, op="recv", group="default", collective_seq=9, peer=2)
+    stage.actors[2].begin("p2p", 52, op="send", group="default", collective_seq=9, peer=-1)
+    stage.stall()
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.severity) == ("MC220", [], "warning")
+    said = " ".join([finding.title, *finding.evidence])
+    assert "different calls" in said and "same signature" not in said and "network" not in said
+
+
+@pytest.mark.parametrize(("switches", "code"), [((90, 90, 90, 90, 90), "MC219"), ((90, 92, 94, 96, 98), "MC212")])
+def test_one_long_wait_inside_a_loop_is_no_poll(stage, switches, code):
+    """However much CPU time the other threads use: what counts is whether the main thread wakes up."""
+    stage.source("def batches():\n    while True:\n        yield stream.recv(64)\n")
+    _, guilty = held_up(stage)
+    base = stage.latest + 1
+    for at, count in enumerate(switches):
+        guilty.sample(base + at, cpu_s=10.0 + 0.02 * at, switches=count)
+    for number in (1, 2):
+        guilty.stack(base + 2 + number, number, guilty.thread(("", 3, "batches"), ("", 30, "train")))
+    finding = stage.first()
+    assert (finding.code, finding.ranks) == (code, [1]) and stage.line(finding) == 3
+    assert not any("0 % of a core" in line for line in finding.evidence)
+
+
+def test_the_last_sleeps_before_one_long_wait_are_no_poll(stage):
+    stage.source("def batches():\n    while True:\n        yield stream.recv(64)\n")
+    _, guilty = held_up(stage)
+    base = stage.latest + 0.1
+    for at, count in enumerate((90, 97, 97, 97, 97)):
+        guilty.sample(base + at, cpu_s=10.0 + 0.02 * at, switches=count)
+    for number in (1, 2):
+        guilty.stack(base + 2 + number, number, guilty.thread(("", 3, "batches"), ("", 30, "train")))
+    assert stage.first().code == "MC219"
+
+
+def grid_step(actor, tensor_group, data_group, *, open=False):
+    actor.collective("all_reduce", 20, group=tensor_group)
+    actor.collective("all_reduce", 21, group=data_group, open=open)
+
+
+def test_the_rank_that_left_its_own_order_is_the_guilty_one_of_a_circle(stage):
+    """Rank 3 reduces in the wrong group; all four are caught in the circle that follows."""
+    ranks = stage.ranks(4)
+    rows, columns = ("ranks 0,1", "ranks 2,3"), ("ranks 0,2", "ranks 1,3")
+    for _ in range(5):
+        for actor in ranks:
+            grid_step(actor, rows[actor.rank // 2], columns[actor.rank % 2])
+            actor.collective("barrier", 22)
+    a, b, c, d = ranks
+    grid_step(a, rows[0], columns[0], open=True)
+    grid_step(b, rows[0], columns[1])
+    b.collective("barrier", 22, open=True)
+    c.collective("all_reduce", 20, group=rows[1], open=True)
+    d.collective("all_reduce", 20, group=columns[1])
+    d.collective("all_reduce", 21, group=columns[1], open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC218", [3], [0, 1, 2]) and stage.line(finding) == 20
+    assert any(
+        f"it used to call all_reduce in group ranks 2,3 at {stage.script}:20, this time all_reduce in group ranks 1,3"
+        in line
+        for line in finding.evidence
+    )
+
+
+def test_a_circle_without_a_history_blames_all_of_it(stage):
+    a, b = stage.ranks(2)
+    a.message("recv", 1, open=True)
+    b.message("recv", 0, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC218", [0, 1], [])
+
+
+def test_a_message_that_was_left_out_names_who_left_it_out(stage):
+    ranks = stage.ranks(3)
+    for step in range(6):
+        for actor in ranks:
+            left, right = (actor.rank - 1) % 3, (actor.rank + 1) % 3
+            actor.message("send", right, 50)
+            if not (step == 5 and actor.rank == 2):
+                actor.message("send", left, 51)
+            actor.message("recv", left, 52)
+            actor.message("recv", right, 53, open=step == 5 and actor.rank == 1)
+            if not (step == 5 and actor.rank == 1):
+                actor.collective("all_reduce", 60, open=step == 5)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC218", [2], [0, 1]) and stage.line(finding) == 52
+    assert any(f"it used to call send to rank 1 at {stage.script}:51" in line for line in finding.evidence)
+
+
+THREADING = "/usr/lib/python3.11/threading.py"
+
+
+@pytest.mark.parametrize("wait", ["Condition.wait", "wait"])
+def test_a_queue_that_nobody_fills_any_more(stage, wait):
+    """Newer interpreters name a method with its class."""
+    stage.source("def batches():\n    while True:\n        yield q.get()\n")
+    _, guilty = held_up(stage)
+    look(guilty, (THREADING, 327, wait), ("/usr/lib/python3.11/queue.py", 171, "Queue.get"), ("", 3, "batches"))
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.severity) == ("MC211", [1], "warning") and stage.line(finding) == 3
+    assert finding.title == f"rank 1 waits for another of its threads at {stage.script}:3"
+    assert any("none of its other threads runs a line of the script" in line for line in finding.evidence)
+
+
+def test_a_thread_that_is_waited_for_is_shown_where_it_stands(stage):
+    _, guilty = held_up(stage)
+    logger = guilty.thread((THREADING, 10, "sleep"), ("", 7, "logger"), main=False)
+    look(guilty, (THREADING, 1139, "Thread._wait_for_tstate_lock"), (THREADING, 1119, "Thread.join"), ("", 30, "train"))
+    guilty.stack(stage.latest + 8, 3, guilty.thread((THREADING, 1119, "Thread.join"), ("", 30, "train")), logger)
+    finding = stage.first(after=9.0)
+    assert (finding.code, finding.ranks) == ("MC211", [1]) and stage.line(finding) == 30
+    assert f"observed: its thread Thread-1 is at {stage.script}:7 in logger" in finding.evidence
+
+
+def test_a_save_that_waits_for_its_own_writer_thread_is_still_a_save(stage):
+    _, guilty = held_up(stage, phase="save", line=60)
+    look(guilty, (THREADING, 327, "Condition.wait"), ("", 60, "train"))
+    assert stage.first().code == "MC220"
+
+
+def test_a_script_that_is_over_and_held_by_a_thread(stage):
+    _, guilty = held_up(stage)
+    end = guilty.thread((THREADING, 1590, "_shutdown"))
+    guilty.stack(stage.latest + 6, 1, end, guilty.thread(("", 7, "logger"), main=False))
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC211", [1], [0]) and stage.line(finding) == 7
+    assert finding.title == "the script of rank 1 is over, and a thread keeps it from ending"
+    assert "inferred: rank 1 will not make the call that is missing: its script is over" in finding.evidence
+
+
+def test_a_peer_that_sends_from_a_helper_thread_closes_no_circle(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    helper = threading.Thread(target=lambda: a.message("send", 1))
+    helper.start()
+    helper.join()
+    b.message("recv", 0)
+    b.message("recv", 0, open=True)
+    a.collective("all_reduce", 40, open=True)
+    assert stage.findings(after=0.5) == []

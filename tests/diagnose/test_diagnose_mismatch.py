@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 
 def test_a_rank_that_calls_another_operation_is_named_by_its_own_history(stage):
     a, b = stage.ranks(2)
@@ -423,3 +425,139 @@ def test_an_abort_in_a_gather_of_other_sizes_comes_from_the_gather(stage):
     a.exits(None, signal=6)
     finding = stage.first(after=0.5)
     assert (finding.code, finding.ranks) == ("MC207", [0]) and stage.line(finding) == 25
+
+
+def test_a_gather_that_one_rank_leaves_out_is_no_wrong_size(stage):
+    """FSDP gathers the weights of each module; one rank does not run one of them."""
+    a, b = stage.ranks(2)
+    for step in range(7):
+        for actor in (a, b):
+            last = step == 6
+            if not (last and actor is b):
+                actor.collective("all_gather", 22, shape=(136,), open=last)
+            if not (last and actor is a):
+                actor.collective("all_gather", 23, shape=(34,), open=last)
+            actor.recorder.steps += 1
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC206", [1], [0]) and stage.line(finding) == 23
+    assert any(f"all_gather of float32[136] at {stage.script}:22" in e for e in finding.evidence)
+
+
+def test_an_extra_reduction_of_another_size_is_no_wrong_size(stage):
+    stage.source("\n" * 24 + "if rank == 0:\n    work = dist.all_reduce(x)\n")
+    a, b = stage.ranks(2)
+    stage.train(6)
+    a.collective("all_reduce", 26, shape=(3,), open=True)
+    b.collective("all_reduce", 40, shape=(8,), open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC207", [0], [1]) and stage.line(finding) == 26
+
+
+def test_lists_of_objects_of_different_lengths(stage):
+    a, b, c = stage.ranks(3)
+    for actor, count in ((a, 2), (b, 1), (c, 2)):
+        actor.begin("collective", 44, op="broadcast_object", group="default", collective_seq=1, shape=(count,), peer=0)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC202", [1], [0, 2]) and stage.line(finding) == 44
+    assert finding.title == "rank 1 called broadcast_object with another number of objects than its peers"
+    assert any("of 2 objects, root 0" in e for e in finding.evidence) and finding.tensor is None
+
+
+def reduces(actor, by, seq, *, detail=""):
+    text = detail or (f"by {by}" if by != "sum" else "")
+    span = actor.begin(
+        "collective", 40, op="all_reduce", group="default", collective_seq=seq, shape=(8,), nbytes=32, detail=text
+    )
+    actor.end(span, "collective")
+
+
+def test_different_reductions_are_found_although_nothing_hangs(stage):
+    a, b = stage.ranks(2)
+    for seq in range(1, 6):
+        reduces(a, "sum", seq)
+        reduces(b, "max" if seq == 4 else "sum", seq)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC223", [1], [0]) and stage.line(finding) == 40
+    assert finding.title == "rank 1 called all_reduce by max, its peers by sum"
+    assert (finding.severity, finding.certainty) == ("error", "proven")
+
+
+def test_a_first_call_that_names_the_members_says_nothing_of_its_reduction(stage):
+    a, b = stage.ranks(2)
+    reduces(a, "sum", 1, detail="ranks 0,1")
+    reduces(b, "max", 1)
+    assert stage.findings(after=0.5) == []
+
+
+def test_threads_in_another_order_have_left_nothing_out(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    a.collective("all_gather", 42, open=True)
+    helper = threading.Thread(target=lambda: b.collective("broadcast", 43, open=True))
+    helper.start()
+    helper.join()
+    finding = stage.first(after=0.5)
+    assert finding.code == "MC201" and any("called it on a helper thread" in e for e in finding.evidence)
+    assert "a process group of its own" in finding.fix[0]
+
+
+def test_a_skipped_call_of_ddp_is_explained_by_its_modules(stage):
+    a, b = stage.ranks(2)
+    for step in range(7):
+        for actor in (a, b):
+            last = step == 6
+            if not (last and actor is b):
+                actor.collective("all_reduce", 24, shape=(408,), native=True, open=last)
+            if not (last and actor is a):
+                actor.collective("all_reduce", 25, shape=(1,), open=last)
+            actor.recorder.steps += 1
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC206", [1])
+    assert any("find_unused_parameters=True" in fix for fix in finding.fix)
+
+
+def test_a_scatter_into_a_tensor_of_another_size_is_found_although_nothing_hangs(stage):
+    a, b = stage.ranks(2)
+    for step in range(6):
+        a.collective("scatter", 44, shape=(4,), peer=0)
+        b.collective("scatter", 44, shape=(8,) if step == 4 else (4,), peer=0)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks, finding.victims) == ("MC202", [1], [0]) and stage.line(finding) == 44
+    assert any("the backend did not notice" in line for line in finding.evidence)
+
+
+def held_by_a_barrier(stage, line_5):
+    head = "def work():\n    while True:\n        try:\n            read()\n"
+    stage.source(f"{head}{line_5}        finally:\n            log()\n            barrier()\n")
+    a, b = stage.ranks(2)
+    stage.train(6)
+    frame = {"file": str(stage.script), "line": 4, "function": "work", "text": ""}
+    b.event("raised", type="OSError", message="quota", frames=[frame], user_frame=frame, t_raised=b.t)
+    a.collective("all_reduce", 40, open=True)
+    b.collective("barrier", 8, open=True)
+    return stage.first(after=0.5)
+
+
+def test_an_exception_on_its_way_through_a_finally_is_not_swallowed(stage):
+    finding = held_by_a_barrier(stage, "\n")
+    assert (finding.code, finding.ranks, finding.victims) == ("MC301", [1], [0]) and stage.line(finding) == 4
+    assert finding.title == "rank 1 raised OSError: quota" and "finally" in finding.fix[1]
+    assert any(f"on its way out it waits for its peers at {stage.script}:8" in line for line in finding.evidence)
+
+
+def test_an_exception_that_was_caught_before_the_finally_is_swallowed(stage):
+    finding = held_by_a_barrier(stage, "        except OSError: pass\n")
+    assert (finding.code, finding.ranks) == ("MC302", [1]) and "swallowed OSError" in finding.title
+
+
+def test_a_barrier_that_a_rank_comes_to_early_is_not_explained_by_modules(stage):
+    a, b = stage.ranks(2)
+    for _ in range(6):
+        for actor in (a, b):
+            actor.collective("all_reduce", 24, shape=(68,), native=True)
+            actor.recorder.steps += 1
+    a.collective("all_reduce", 24, shape=(68,), native=True)
+    b.collective("barrier", 30, open=True)
+    finding = stage.first(after=0.5)
+    assert (finding.code, finding.ranks) == ("MC206", [1])
+    assert not any("find_unused_parameters" in fix for fix in finding.fix)

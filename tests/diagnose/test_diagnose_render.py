@@ -100,7 +100,7 @@ def test_a_run_without_findings_is_one_line():
 
 CODES = (
     [f"MC{n}" for n in range(101, 111)]
-    + [f"MC{n}" for n in range(201, 223)]
+    + [f"MC{n}" for n in range(201, 224)]
     + [f"MC{n}" for n in range(301, 314)]
     + [f"MC{n}" for n in range(601, 609)]
     + [f"MC{n}" for n in range(901, 908)]

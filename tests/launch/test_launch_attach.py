@@ -30,12 +30,17 @@ import os, sys, time
 sys.path.insert(0, {library!r})
 import distributed_c10d, dataloader
 
+class work:
+    wait = time.sleep  # C code without a frame of its own, as in torch
+
 def train(rank):
     open({folder!r} + f"/up-{{rank}}", "w").close()
     if {loader_rank} == rank:
         dataloader.next_batch()
     elif {sleeper} == rank:
         time.sleep(100)
+    elif {waiter} == rank:
+        work.wait(100)
     else:
         distributed_c10d.all_reduce()
 
@@ -44,14 +49,24 @@ train(int(os.environ["RANK"]) if "RANK" in os.environ else int(sys.argv[1]))
 
 
 class HangingJob:
-    def __init__(self, folder: Path, nproc: int, *, loader_rank: int = -1, sleeper: int = -1, environment: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        nproc: int,
+        *,
+        loader_rank: int = -1,
+        sleeper: int = -1,
+        waiter: int = -1,
+        environment: bool = True,
+    ):
         library = folder / "site-packages" / "torch"
         for path, code in (("distributed", _COLLECTIVES), ("utils/data", _LOADER)):
             (library / path).mkdir(parents=True)
             name = "distributed_c10d.py" if path == "distributed" else "dataloader.py"
             (library / path / name).write_text(code)
         both = [str(library / "distributed"), str(library / "utils" / "data")]
-        code = _SCRIPT.format(library=both[0], folder=str(folder), loader_rank=loader_rank, sleeper=sleeper)
+        chosen = {"loader_rank": loader_rank, "sleeper": sleeper, "waiter": waiter}
+        code = _SCRIPT.format(library=both[0], folder=str(folder), **chosen)
         self.script = folder / "train.py"
         self.script.write_text(
             code.replace("import distributed", f"sys.path.insert(0, {both[1]!r})\nimport distributed")
@@ -108,6 +123,16 @@ def test_the_rank_in_the_loader_is_what_the_others_wait_for(tmp_path: Path, hang
     samples = [r for r in read_jsonl(run_dir.supervisor_events).records if r["event"] == "sample"]
     assert len(samples) == 2 and set(samples[0]["ranks"]) == {"0", "1", "2", "3"}
     assert "3 ranks stand at" in describe(picture)
+
+
+def test_a_rank_that_waits_for_its_own_message_is_a_waiting_one(hang: Callable[..., HangingJob]) -> None:
+    job = hang(3, waiter=1)
+    picture = look_at(jobs_of(job.pids)[0])
+    assert [s.kind for s in picture.standings] == ["waiting"] * 3
+    assert picture.sentence.startswith("every rank waits, but not at the same place: ranks 0, 2 in all_reduce at ")
+    assert picture.sentence.endswith(
+        f"rank 1 in the wait for a call that it started before at {job.line('work.wait(100)')}"
+    )
 
 
 def test_a_stopped_rank_is_called_stopped_and_stays_stopped(hang: Callable[..., HangingJob]) -> None:

@@ -371,3 +371,14 @@ def test_a_started_collective_is_waited_for_as_long_as_a_peer_has_not_started_it
 )
 def test_the_sentence_about_who_waits(standings: list[Standing], line: str | None) -> None:
     assert waiting_line(standings, 100.0) == line
+
+
+def test_a_poll_wakes_up_again_and_again_and_one_long_wait_does_not(python: Any) -> None:
+    polls = python("import time\nprint('here', flush=True)\nwhile True:\n    time.sleep(0.01)")
+    waits = python("import threading\nprint('here', flush=True)\nthreading.Event().wait()")
+    _until(lambda: processes.sample(waits.pid).syscall == "futex")
+    before = processes.sample(waits.pid).switches
+    first = processes.sample(polls.pid).switches
+    _until(lambda: processes.sample(polls.pid).switches >= first + 10)
+    assert processes.sample(waits.pid).switches == before
+    assert processes.sample(waits.pid).to_json()["switches"] == before

@@ -119,7 +119,7 @@ HANGING: dict[str, Entry] = {
     "MC211": Entry(
         "lock deadlock",
         "A thread waits for a lock, a queue or another thread, and nothing will release it.",
-        "Two threads take two locks in opposite order, or one thread takes a plain Lock twice.",
+        "Two threads take two locks in opposite order, one takes a plain Lock twice, or nobody fills a queue.",
         "The stacks of all threads: each place where one waits for a lock is named. A plain lock has no owner to ask.",
         (
             "take locks in one order everywhere",
@@ -240,5 +240,13 @@ HANGING: dict[str, Entry] = {
             "queue.get(timeout=…) turns the wait into an error",
         ),
         "batch = batches.get()   # the prefetching thread died of a KeyError",
+    ),
+    "MC223": Entry(
+        "different reductions",
+        "Ranks called the same all_reduce, reduce or reduce_scatter with different operations (sum, max, …).",
+        "Each rank reduces its share by its own operation. Nothing hangs and nothing fails; every result is wrong.",
+        _HISTORY + " The operations of the same number are compared, also where every rank came back from the call.",
+        ("pass one op on all ranks", "look for a branch on rank or data around the named line"),
+        "dist.all_reduce(x, op=dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM)",
     ),
 }

@@ -18,7 +18,7 @@ from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.gating import GATE, let_go
 from model_check.observe.instrument.groups import GROUPS, Group
 from model_check.observe.recorder import Recorder
-from model_check.rundir.ring import FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS
+from model_check.rundir.ring import FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS, REDUCES_BY
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPE.items() if hasattr(torch, name)}
 _OTHER_DTYPE = DTYPE["other"]
@@ -37,16 +37,17 @@ class Call:
     group: tuple[int, str] = (99, "group")
     async_op: tuple[int, str] = (99, "async_op")
     peer: tuple[int, str] | None = None
+    reduction: tuple[int, str] | None = None
     always_async: bool = False
     phase: str = "collective"
 
 
 _T0 = (0, "tensor")
 CALLS = {
-    "all_reduce": Call("all_reduce", _T0, (2, "group"), (3, "async_op")),
-    "all_reduce_coalesced": Call("all_reduce", (0, "tensors"), (2, "group"), (3, "async_op")),
+    "all_reduce": Call("all_reduce", _T0, (2, "group"), (3, "async_op"), reduction=(1, "op")),
+    "all_reduce_coalesced": Call("all_reduce", (0, "tensors"), (2, "group"), (3, "async_op"), reduction=(1, "op")),
     "broadcast": Call("broadcast", _T0, (2, "group"), (3, "async_op"), (1, "src")),
-    "reduce": Call("reduce", _T0, (3, "group"), (4, "async_op"), (1, "dst")),
+    "reduce": Call("reduce", _T0, (3, "group"), (4, "async_op"), (1, "dst"), reduction=(2, "op")),
     "all_gather": Call("all_gather", (1, "tensor"), (2, "group"), (3, "async_op")),
     "all_gather_into_tensor": Call("all_gather", (1, "input_tensor"), (2, "group"), (3, "async_op")),
     "all_gather_single": Call("all_gather", (1, "input_tensor"), (2, "group"), (3, "async_op")),
@@ -54,17 +55,17 @@ CALLS = {
     "all_gather_coalesced": Call("all_gather", (1, "input_tensor_list"), (2, "group"), (3, "async_op")),
     "gather": Call("gather", _T0, (3, "group"), (4, "async_op"), (2, "dst")),
     "scatter": Call("scatter", _T0, (3, "group"), (4, "async_op"), (2, "src")),
-    "reduce_scatter": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op")),
-    "reduce_scatter_tensor": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op")),
-    "reduce_scatter_single": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op")),
-    "_reduce_scatter_base": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op")),
+    "reduce_scatter": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op"), reduction=(2, "op")),
+    "reduce_scatter_tensor": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op"), reduction=(2, "op")),
+    "reduce_scatter_single": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op"), reduction=(2, "op")),
+    "_reduce_scatter_base": Call("reduce_scatter", (0, "output"), (3, "group"), (4, "async_op"), reduction=(2, "op")),
     "all_to_all": Call("all_to_all", (1, "input_tensor_list"), (2, "group"), (3, "async_op")),
     "all_to_all_single": Call("all_to_all", (1, "input"), (4, "group"), (5, "async_op")),
     "barrier": Call("barrier", None, (0, "group"), (1, "async_op"), phase="barrier"),
     "monitored_barrier": Call("monitored_barrier", None, (0, "group"), phase="barrier"),
     "all_gather_object": Call("all_gather_object", None, (2, "group")),
     "gather_object": Call("gather_object", None, (3, "group"), peer=(2, "dst")),
-    "broadcast_object_list": Call("broadcast_object", None, (2, "group"), peer=(1, "src")),
+    "broadcast_object_list": Call("broadcast_object", (0, "object_list"), (2, "group"), peer=(1, "src")),
     "scatter_object_list": Call("scatter_object", None, (3, "group"), peer=(2, "src")),
     "send": Call("send", _T0, (2, "group"), peer=(1, "dst"), phase="p2p"),
     "recv": Call("recv", _T0, (2, "group"), peer=(1, "src"), phase="p2p"),
@@ -81,6 +82,12 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[int, s
     return args[where[0]] if where[0] < len(args) else kwargs.get(where[1])
 
 
+def _reduction(recorder: Recorder, op: Any) -> int:
+    """The detail that says by which operation a call reduces; 0 for a sum, which is what nearly all of them do."""
+    name = getattr(op, "name", "") if op is not None else "SUM"
+    return recorder.intern(f"{REDUCES_BY}{str(name).lower() or '?'}") if name != "SUM" else 0
+
+
 def _peer(args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, group: Group) -> int:
     """The root or the other side as a global rank; -1 where there is none or any will do."""
     if call.peer is None:
@@ -91,6 +98,13 @@ def _peer(args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, group: Grou
     in_group = kwargs.get(f"group_{call.peer[1]}")
     # A collective that names no root has rank 0 as its root; a receive that names no sender takes any.
     return 0 if in_group is None and call.phase == "collective" else group.global_rank(in_group)
+
+
+@dataclass(frozen=True)
+class _Objects:
+    """Stands for a list of objects, of which only the number must agree between the ranks."""
+
+    count: int
 
 
 def describe_tensor(tensor: Any) -> tuple[int, int, int, int, int, int, int]:
@@ -104,7 +118,7 @@ def describe_tensor(tensor: Any) -> tuple[int, int, int, int, int, int, int]:
         nbytes = sum(part.nbytes for part in tensor if isinstance(part, torch.Tensor))
         return dtype, nbytes, ndim, d0, d1, d2, d3
     if not isinstance(tensor, torch.Tensor):
-        return _NO_TENSOR
+        return (0, 0, 1, tensor.count, 0, 0, 0) if isinstance(tensor, _Objects) else _NO_TENSOR
     shape = tensor.shape
     if len(shape) == 1:  # gradients travel in flat buckets
         return _DTYPES.get(tensor.dtype, _OTHER_DTYPE), tensor.nbytes, 1, shape[0], 0, 0, 0
@@ -124,7 +138,9 @@ class Issued(NamedTuple):
     is_async: bool
 
 
-def begin(recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, peer: int, flags: int) -> Issued:
+def begin(
+    recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, peer: int, flags: int, reduction: int = 0
+) -> Issued:
     """Writes the BEGIN of a collective or a message; its sequence number in the group is counted here."""
     if GATE.gate is not None:
         let_go()
@@ -133,7 +149,8 @@ def begin(recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, pe
     if phase == "p2p":
         seq = group.next_message(op, peer)
     else:
-        seq, detail = group.next_collective()
+        seq, introduction = group.next_collective()
+        detail = introduction or reduction
     file, line, function = BOX.site(recorder)
     dtype, nbytes, ndim, d0, d1, d2, d3 = describe_tensor(tensor)
     span = recorder.put_collective(
@@ -169,7 +186,10 @@ def _begin_call(recorder: Recorder, call: Call, args: tuple[Any, ...], kwargs: d
     NOTES.moved_on()
     flags = FLAG_ASYNC if call.always_async or _argument(args, kwargs, call.async_op) else 0
     tensor, peer = _argument(args, kwargs, call.tensor), _peer(args, kwargs, call, group)
-    return begin(recorder, call.op, call.phase, group, tensor, peer, flags)
+    if call.op == "broadcast_object":
+        tensor = _Objects(len(tensor)) if isinstance(tensor, list) else None
+    reduction = _reduction(recorder, _argument(args, kwargs, call.reduction)) if call.reduction is not None else 0
+    return begin(recorder, call.op, call.phase, group, tensor, peer, flags, reduction)
 
 
 def recorded(original: Callable[..., Any], call: Call) -> Callable[..., Any]:

@@ -43,6 +43,17 @@ def _announced_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
     return rank_from_environment(os.environ)
 
 
+def _announced_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """How many ranks this process expects to meet, as far as it can be known before."""
+    size = args[3] if len(args) > 3 else kwargs.get("world_size", -1)
+    if isinstance(size, int) and size > 0:
+        return size
+    url = args[1] if len(args) > 1 else kwargs.get("init_method")
+    told = parse_qs(urlsplit(url).query).get("world_size") if isinstance(url, str) else None
+    text = told[0] if told else os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdigit() else None
+
+
 def _open_as(rank: int) -> None:
     if BOX.recorder is None or BOX.recorder.rank != rank:
         BOX.open(rank)
@@ -60,7 +71,7 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         if BOX.run_dir is None or torch.distributed.is_initialized():
             return original(*args, **kwargs)
         try:
-            span = _before_joining(_announced_rank(args, kwargs))
+            span = _before_joining(_announced_rank(args, kwargs), _announced_size(args, kwargs))
         except Exception as error:
             BOX.give_up(error)
             return original(*args, **kwargs)
@@ -86,7 +97,7 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_process_group
 
 
-def _before_joining(rank: int | None) -> int:
+def _before_joining(rank: int | None, world_size: int | None) -> int:
     """Opens the ring where the rank is known already; returns the span of joining, 0 where nothing is recorded yet."""
     if rank is not None:
         _open_as(rank)
@@ -96,6 +107,7 @@ def _before_joining(rank: int | None) -> int:
     if recorder is None:
         return 0
     NOTES.moved_on()
+    BOX.event("joining", world_size=world_size)
     span = BOX.begin(recorder, _JOINING, "init_process_group")
     _start_service()
     return span
@@ -189,4 +201,6 @@ def _group_made(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _members(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     ranks = args[0] if args else kwargs.get("ranks")
-    return f"ranks {','.join(map(str, ranks))}" if isinstance(ranks, (list, tuple, range)) else "all ranks"
+    members = f"ranks {','.join(map(str, ranks))}" if isinstance(ranks, (list, tuple, range)) else "all ranks"
+    alone = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization")
+    return f"{members}, members only" if alone is True else members

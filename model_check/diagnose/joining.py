@@ -1,0 +1,132 @@
+"""Rules on ranks that join or make process groups on different terms: MC106 (sizes of the world), MC201 (order).
+
+init_process_group and new_group are met by number, like collectives: what the ranks ask for there must be the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
+from model_check.diagnose.findings import make_finding, waiting_text
+from model_check.diagnose.waits import Wait
+from model_check.rundir import Finding
+from model_check.rundir.ring import Crumb
+
+MEMBERS_ONLY = "members only"  # the group is made by its members alone, so other ranks know nothing of it
+
+
+def joining_findings(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Finding]:
+    """What keeps ranks from meeting, while they wait to meet."""
+    found = _world_sizes_differ(evidence, waits) or _groups_in_another_order(evidence, waits)
+    return [found] if found is not None else []
+
+
+def _world_sizes_differ(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding | None:
+    """Each rank waits for as many others as it was told there are."""
+    sizes = {rank.rank: size for rank in evidence.ranks.values() if (size := _size_asked_for(rank)) > 0}
+    if len(set(sizes.values())) < 2 or not any(wait.kind == "init" for wait in waits.values()):
+        return None
+    odd = _odd_ones(sizes)
+    first = min(odd or sizes)
+    said = "; ".join(
+        f"{ranks_text(r for r, other in sizes.items() if other == size)}: {size}"
+        for size in sorted(set(sizes.values()))
+    )
+    return make_finding(
+        "MC106",
+        "the ranks join process groups of different sizes",
+        ranks=odd or sizes,
+        victims=[rank for rank in waits if rank not in odd] if odd else [],
+        frame=waits[first].frame if first in waits else None,
+        evidence=[
+            f"observed: world_size at init_process_group differs: {said}",
+            *waiting_text(waits, sorted(waits)),
+            "inferred: a rank that was told of more ranks than there are waits for one that never comes",
+        ],
+        certainty="proven",
+        phase="init",
+        fix=("pass one world_size on all ranks, or none: init_process_group reads WORLD_SIZE by itself",),
+        began=max(wait.since for wait in waits.values()),
+        now=evidence.now,
+    )
+
+
+def _size_asked_for(rank: RankEvidence) -> int:
+    asked = rank.happened("joining")
+    size = asked[-1].get("world_size") if asked else None
+    return size if isinstance(size, int) else 0
+
+
+def _groups_in_another_order(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding | None:
+    """new_group is a call of all ranks, members or not: the n-th one makes the same group on each of them."""
+    made = {rank.rank: _groups_made(rank) for rank in evidence.ranks.values() if rank.complete}
+    for number in range(max(map(len, made.values()), default=0)):
+        calls = {rank: groups[number] for rank, groups in made.items() if len(groups) > number}
+        members = {rank: crumb.detail for rank, crumb in calls.items()}
+        if len(set(members.values())) > 1:
+            return _another_order(evidence, waits, number, calls, members)
+    return None
+
+
+def _groups_made(rank: RankEvidence) -> list[Crumb]:
+    return [
+        crumb
+        for crumb in rank.crumbs
+        if crumb.phase == "init"
+        and crumb.event == "begin"
+        and crumb.op == "new_group"
+        and crumb.detail != "init_process_group"
+        and MEMBERS_ONLY not in crumb.detail
+    ]
+
+
+def _another_order(
+    evidence: Evidence, waits: Mapping[int, Wait], number: int, calls: dict[int, Crumb], members: dict[int, str]
+) -> Finding:
+    odd = _odd_ones(members)
+    first = min(odd or calls)
+    root = evidence.of(first).cwd
+    stuck_there = [rank for rank in waits if rank in calls and waits[rank].kind == "init"]
+    blamed = [] if odd else ["inferred: nothing says which of these ranks is the wrong one, so none is blamed"]
+    return make_finding(
+        "MC201",
+        f"{ranks_text(odd)} made process groups in another order than the other ranks"
+        if odd
+        else f"{ranks_text(calls)} make their process groups in different orders",
+        ranks=odd or calls,
+        victims=[rank for rank in evidence.all_ranks if rank not in odd] if odd else [],
+        frame=frame_of(calls[first], root),
+        evidence=[
+            *_who_made_what(number, calls, members),
+            *waiting_text(waits, sorted(waits)),
+            *blamed,
+            "inferred: ranks find each other by the number of the group, so some wait for members that are in another",
+        ],
+        certainty="proven" if stuck_there else "observed",
+        severity="error" if stuck_there else "warning",
+        phase="init",
+        fix=(
+            "call new_group for all groups on all ranks, members or not, in one order; then pick the own one",
+            "new_group(…, use_local_synchronization=True) is called by the members alone",
+        ),
+        began=max(crumb.time_ns / 1e9 for crumb in calls.values()),
+        now=evidence.now,
+    )
+
+
+def _who_made_what(number: int, calls: Mapping[int, Crumb], members: Mapping[int, str]) -> list[str]:
+    lines = []
+    for group in dict.fromkeys(members[rank] for rank in sorted(calls)):
+        makers = [rank for rank in sorted(calls) if members[rank] == group]
+        site = calls[makers[0]].site
+        lines.append(f"observed: new_group number {number + 1} of {ranks_text(makers)} is of {group}, at {site}")
+    return lines
+
+
+def _odd_ones(said: Mapping[int, object]) -> list[int]:
+    """The ranks that differ from most; none where there is no majority."""
+    value, most = Counter(said.values()).most_common(1)[0]
+    return sorted(rank for rank in said if said[rank] != value) if most > len(said) / 2 else []

@@ -1,0 +1,77 @@
+"""Ranks that join, or make their groups, on different terms."""
+
+from __future__ import annotations
+
+
+def asks_for(actor, world_size):
+    actor.event("joining", world_size=world_size)
+    actor.begin("init", 7, op="new_group", detail="init_process_group")
+
+
+def makes(actor, members, line, *, open=False):
+    span = actor.begin("init", line, op="new_group", detail=members)
+    if not open:
+        actor.end(span, "init")
+
+
+def test_ranks_that_were_told_of_worlds_of_different_sizes(stage):
+    for actor, size in zip(stage.ranks(3, join=False), (3, 4, 3), strict=True):
+        asks_for(actor, size)
+    stage.stall()
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC106", [1], [0, 2])
+    assert (finding.severity, finding.certainty) == ("error", "proven") and stage.line(finding) == 7
+    assert "ranks 0 and 2: 3; rank 1: 4" in finding.evidence[0]
+    assert "ranks 0-2 wait in init_process_group" in " ".join(finding.evidence)
+
+
+def test_two_ranks_told_of_different_worlds_are_both_named(stage):
+    for actor, size in zip(stage.ranks(2, join=False), (2, 3), strict=True):
+        asks_for(actor, size)
+    stage.stall()
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC106", [0, 1], [])
+
+
+def test_ranks_that_meet_in_one_world_are_only_slow(stage):
+    for actor in stage.ranks(2, join=False):
+        asks_for(actor, 2)
+    stage.stall()
+    assert stage.first().code == "MC220"
+
+
+def test_groups_made_in_another_order(stage):
+    a, b, c, d = stage.ranks(4)
+    for actor in (a, b, d):
+        makes(actor, "ranks 0,1", 14, open=actor is a)
+        makes(actor, "ranks 2,3", 15) if actor is not a else None
+    makes(c, "ranks 2,3", 17)
+    for actor in (b, c, d):
+        actor.collective("all_reduce", 40, group="ranks 0,1" if actor is b else "ranks 2,3", open=True)
+    stage.stall()
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC201", [2], [0, 1, 3])
+    assert (finding.severity, finding.certainty) == ("error", "proven") and stage.line(finding) == 17
+    assert f"number 1 of rank 2 is of ranks 2,3, at {stage.script}:17" in " ".join(finding.evidence)
+    assert f"number 1 of ranks 0, 1 and 3 is of ranks 0,1, at {stage.script}:14" in " ".join(finding.evidence)
+
+
+def test_groups_in_another_order_without_a_majority_blame_nobody(stage):
+    a, b = stage.ranks(2)
+    makes(a, "ranks 0", 14, open=True)
+    makes(b, "ranks 1", 15)
+    b.collective("all_reduce", 40, open=True)
+    stage.stall()
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC201", [0, 1], [])
+    assert any("none is blamed" in line for line in finding.evidence)
+
+
+def test_groups_that_their_members_make_alone_have_no_common_order(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    makes(a, "ranks 0, members only", 14)
+    makes(b, "ranks 1, members only", 15)
+    a.collective("all_reduce", 40, open=True)
+    stage.stall()
+    assert stage.first().code == "MC219"
