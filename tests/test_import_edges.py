@@ -26,7 +26,7 @@ EDGES: dict[str, set[str]] = {
     "doctor": {"config", "launch", "observe", "data"},
     "dashboard": {"rundir", "diagnose"},
 }
-ANY_ROOM = {"cli", "__init__"}
+ANY_ROOM = {"cli", "__init__", "__main__"}
 WITHOUT_TORCH = ("config", "rundir", "plan", "diagnose")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from model_check.errors import RunDirError
-from model_check.rundir import RunDir
+from model_check.rundir import RunDir, Verdict, read_jsonl
 from model_check.rundir.ring import read_header
 from model_check.rundir.start_marks import start_table
 
@@ -30,6 +31,7 @@ def diagnose(
     Example: model-check diagnose .outputs/20260101-120000-4711
     """
     from model_check.diagnose import examine, render
+    from model_check.launch.watch import watch_of
 
     directory = RunDir.open(run_dir)
     if not (directory.blackbox_dir.is_dir() or directory.events_dir.is_dir()):
@@ -37,14 +39,35 @@ def diagnose(
             f"{run_dir} is not a run directory: it has neither blackbox/ nor events/",
             remedy="pass the folder that the run printed",
         )
-    verdict = examine(directory, live=False)
+    watch = watch_of(directory)
+    verdict = examine(directory, live=watch is not None and watch.alive)
     if as_json:
         typer.echo(json.dumps(verdict.to_json(), indent=2))
         return
+    if watch is None and (seen := _seen_by_attach(directory)):
+        typer.echo(seen)
+        return
     typer.echo(render(verdict, color=sys.stdout.isatty(), source_root=source or _where_it_ran(directory)))
+    if watch is not None and not watch.alive and _without_an_end(directory):
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(watch.last_time))
+        typer.echo(f"the launcher ended without a word (SIGKILL, out of memory, power); its last record is of {at}")
     for line in start_table(directory):
         typer.echo(line)
     _mention_missing_logs(directory)
+
+
+def _seen_by_attach(directory: RunDir) -> str:
+    """What `attach` saw: without a black box there is no history to examine, only its two looks."""
+    from model_check.diagnose.render import printable
+
+    records = read_jsonl(directory.supervisor_events).records
+    seen = [record.get("lines") for record in records if record.get("event") == "picture"]
+    return "\n".join(printable(str(line)) for line in seen[-1]) if seen and isinstance(seen[-1], list) else ""
+
+
+def _without_an_end(directory: RunDir) -> bool:
+    written = Verdict.read(directory.verdict)
+    return written is None or written.outcome == "running"
 
 
 def _mention_missing_logs(directory: RunDir) -> None:

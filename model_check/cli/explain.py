@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -13,7 +14,9 @@ from model_check.errors import UsageError
 
 
 def explain(
-    code: Annotated[str | None, typer.Argument(help="A code such as MC204. None: list all codes.")] = None,
+    code: Annotated[
+        str | None, typer.Argument(help="A code such as MC204, or a word to find codes by. None: list all codes.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="The documentation's page of all codes.")] = False,
 ) -> None:
@@ -27,8 +30,13 @@ def explain(
         typer.echo(catalogue.errors_page(), nl=False)
         return
     short = _configuration_codes()
+    titles = {**{known: entry.title for known, entry in catalogue.CATALOGUE.items()}, **short}
     if code is None:
-        _list({**{known: entry.title for known, entry in catalogue.CATALOGUE.items()}, **short}, as_json)
+        _list(titles, as_json)
+        return
+    if not any(letter.isdigit() for letter in code):
+        texts = {known: f"{entry.title} {entry.what} {entry.why}" for known, entry in catalogue.CATALOGUE.items()}
+        _list({known: titles[known] for known in _with_word(code, {**texts, **short})}, as_json)
         return
     wanted = _normal(code)
     if wanted in catalogue.CATALOGUE:
@@ -44,6 +52,15 @@ def _normal(code: str) -> str:
     """mc204, 204 and MC-204 are MC204."""
     digits = code.upper().removeprefix("MC").lstrip("-_ ")
     return f"MC{digits}"
+
+
+def _with_word(word: str, texts: dict[str, str]) -> list[str]:
+    """The codes whose texts have a word that begins like this one."""
+    begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
+    found = [code for code, text in texts.items() if begins.search(text)]
+    if not found:
+        raise UsageError(f"no code speaks of '{word}'", remedy="`model-check explain` lists all of them")
+    return found
 
 
 def _configuration_codes() -> dict[str, str]:

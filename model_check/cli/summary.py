@@ -31,7 +31,8 @@ def _result(records: list[dict[str, Any]], entropy_floor: float | None) -> str:
     last = records[-1]
     steady = records[WARMUP_STEPS:] or records
     speed = statistics.median(r["tokens_per_s"] for r in steady)
-    parts = [f"{last['step'] + 1} steps", f"final loss {float(last['loss']):.4f}"]
+    steps = last["step"] + 1
+    parts = [f"{steps} step{'s' if steps != 1 else ''}", f"final loss {float(last['loss']):.4f}"]
     if entropy_floor is not None:
         parts[-1] += f" (floor {entropy_floor:.4f})"
     parts.append(f"{speed:,.0f} tokens/s")

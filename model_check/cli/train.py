@@ -23,6 +23,7 @@ from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, 
 from model_check.launch.gate import plan_gate
 from model_check.launch.guard import RUN_DIR_VARIABLE
 from model_check.launch.limits import check_address_space, limit_address_space, use_less_memory
+from model_check.launch.warmstart import without_looking_for_garbage
 from model_check.observe.gate import Gate
 from model_check.observe.instrument.endings import recording_failures
 from model_check.observe.redaction import redact_text
@@ -216,16 +217,17 @@ def _train_here(
     resume: str | None,
     verbose_init: bool,
 ) -> int:
-    from model_check.cli.prepare import prepare_with_progress
-    from model_check.cli.rank import TrainOrder, train_rank
-    from model_check.cli.summary import summary_lines
-    from model_check.cli.supervision import show_findings, supervisor_for
-    from model_check.data import entropy_floor
-    from model_check.engine.data_spec import data_spec
-    from model_check.launch.console import ConsoleOptions
-    from model_check.launch.job import launch_job
-    from model_check.launch.placement import Hosts
-    from model_check.launch.supervisor import Limits
+    with without_looking_for_garbage():
+        from model_check.cli.prepare import prepare_with_progress
+        from model_check.cli.rank import TrainOrder, train_rank
+        from model_check.cli.summary import summary_lines
+        from model_check.cli.supervision import show_findings, supervisor_for
+        from model_check.data import entropy_floor
+        from model_check.engine.data_spec import data_spec
+        from model_check.launch.console import ConsoleOptions
+        from model_check.launch.job import launch_job
+        from model_check.launch.placement import Hosts
+        from model_check.launch.supervisor import Limits
 
     config = fitted.config
     _check_checkpoint_folder(config)
@@ -337,12 +339,13 @@ def _warn_of_a_large_model_on_the_cpu(config: Config, chosen: list[Gpu]) -> None
 
 
 def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:
-    """What the ranks import before their first step; only compiling needs dynamo and inductor."""
+    """What the ranks import before their first step; every optimizer asks dynamo, only compiling asks inductor."""
     modules: tuple[str, ...] = (
         "torch",
         "torch.distributed",
         "torch.nn.parallel",
         "torch.optim",
+        "torch._dynamo",
         "model_check.cli.rank",
     )
     parallel = config.parallel
@@ -357,4 +360,4 @@ def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:
     compiles = config.training.compile == "on" or (config.training.compile == "auto" and on_gpu)
     if config.checkpoint.interval:
         modules += ("model_check.checkpoint.saver", "torch.distributed.checkpoint.default_planner")
-    return (*modules, "torch._dynamo", "torch._inductor.compile_fx") if compiles else modules
+    return (*modules, "torch._inductor.compile_fx") if compiles else modules

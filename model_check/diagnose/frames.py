@@ -6,7 +6,8 @@ import re
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from model_check.diagnose.source import source_text
@@ -16,7 +17,8 @@ _STDLIB = tuple(
 )
 # Installed packages live in these folders on every platform; a run directory may come from another machine, so the
 # paths of this interpreter alone do not decide.
-_INSTALLED = ("/site-packages/", "/dist-packages/", "/model_check/")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_WATCHERS = ("observe/", "launch/")
 _OURS = re.compile(r"/model_check/(?!observe/|launch/)")
 _FOREIGN_STDLIB = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")
 _LOCK_FUNCTIONS = {"acquire", "__enter__", "wait", "join", "_wait_for_tstate_lock", "get", "put", "result", "wait_for"}
@@ -98,9 +100,21 @@ def is_user_path(file: str) -> bool:
     if not file or file.startswith("<") or "frozen importlib" in file:
         return False
     path = file.replace("\\", "/")
-    if any(part in path for part in _INSTALLED) or path.startswith("model_check/"):
+    if any(part in path for part in _INSTALLED) or _is_ours(path):
         return False
     return not (path.startswith(_STDLIB) or _FOREIGN_STDLIB.search(path))
+
+
+def _is_ours(path: str) -> bool:
+    """A file of this package, wherever its copy lies. A user's project may well be in a folder of the same name."""
+    _, found, inside = f"/{path}".rpartition("/model_check/")
+    return bool(found) and (inside.startswith(_WATCHERS) or inside in _our_files())
+
+
+@lru_cache(maxsize=1)
+def _our_files() -> frozenset[str]:
+    package = Path(__file__).resolve().parent.parent
+    return frozenset(file.relative_to(package).as_posix() for file in package.rglob("*.py"))
 
 
 def innermost_user(frames: Iterable[Frame]) -> Frame | None:

@@ -108,6 +108,7 @@ def _summary(verdict: Verdict) -> str:
     named = [f"{count} {severity}{'s' if count != 1 else ''}" for severity, count in counts.items() if count]
     size = f"{verdict.world_size} rank{'s' if verdict.world_size != 1 else ''}"
     code = f", exit code {verdict.exit_code}" if verdict.exit_code is not None else ""
-    steps = f", {verdict.steps_completed} steps" if verdict.steps_completed else ""
+    done = verdict.steps_completed
+    steps = f", {done} step{'s' if done != 1 else ''}" if done else ""
     found = ", ".join(named) if named else "nothing to report"
     return f"{verdict.outcome}{code}: {size}{steps}: {found}"

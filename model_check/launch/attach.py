@@ -22,7 +22,7 @@ from model_check.rundir import RunDir, write_json_atomic
 ROUND_PAUSE_S = 0.8
 _ACTIVE_CPU_S = 0.05
 
-Kind = Literal["waiting", "loader", "stopped", "input", "code", "unreadable"]
+Kind = Literal["waiting", "loader", "stopped", "input", "code", "unreadable", "ended"]
 
 _COLLECTIVE_FILES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _COLLECTIVES = frozenset(
@@ -123,7 +123,10 @@ def look_at(job: FoundJob, *, run_dir: RunDir | None = None, pause: Callable[[fl
         if run_dir is not None:
             _write_round(run_dir, number, looks)
     standings = [_stand(rank, found.pid, rounds[0][rank], rounds[1][rank]) for rank, found in numbered]
-    return merge(job, standings)
+    picture = merge(job, standings)
+    if run_dir is not None:
+        _write_picture(run_dir, picture)
+    return picture
 
 
 def _round(numbered: Sequence[tuple[int, FoundRank]]) -> dict[int, _Look]:
@@ -156,6 +159,12 @@ def _write_round(run_dir: RunDir, number: int, looks: dict[int, _Look]) -> None:
     journal.close()
 
 
+def _write_picture(run_dir: RunDir, picture: JobPicture) -> None:
+    journal = Journal(run_dir)
+    journal.write("picture", lines=describe(picture).splitlines())
+    journal.close()
+
+
 def _stand(rank: int, pid: int, first: _Look, second: _Look) -> Standing:
     thread = second.stacks.main_thread()
     earlier = first.stacks.main_thread()
@@ -164,7 +173,9 @@ def _stand(rank: int, pid: int, first: _Look, second: _Look) -> Standing:
     busy = False
     if first.sample and second.sample:
         busy = second.sample.stat.cpu_s - first.sample.stat.cpu_s > _ACTIVE_CPU_S
-    if state in ("T", "t"):
+    if kind == "unreadable" and not processes.is_alive(pid):
+        kind, doing = "ended", "ended while we looked"
+    elif state in ("T", "t"):
         kind, doing = "stopped", "stopped by a signal (SIGSTOP or a debugger)"
     elif second.sample and second.sample.syscall == "read" and second.sample.syscall_fd == 0:
         kind, doing = "input", "waiting for standard input"
@@ -244,6 +255,8 @@ def merge(job: FoundJob, standings: Sequence[Standing]) -> JobPicture:
         missing = job.world_size is not None and len(standings) < job.world_size
         gone = f"; {job.world_size} ranks belong to the job and {len(standings)} are on this host" if missing else ""
         sentence = f"every rank stands at {waiting[0].where} in {waiting[0].doing}{gone}"
+    elif standings and all(s.kind == "ended" for s in standings):
+        sentence = "the job ended while we looked"
     elif any(s.moving or s.busy for s in standings):
         sentence = "no rank waits for another, and the job is moving"
     else:
@@ -261,11 +274,14 @@ def describe(picture: JobPicture) -> str:
     lines = [f"job {picture.job.name}: {len(picture.standings)}{size} ranks on this host"]
     for position in picture.positions:
         count = len(position.ranks)
+        if position.kind == "ended":
+            lines.append(f"  {count} {'rank' if count == 1 else 'ranks'} {position.doing} ({_ranks(position.ranks)})")
+            continue
         stand = "rank stands" if count == 1 else "ranks stand"
         inside = f", {position.function}" if position.function and position.function != "<module>" else ""
         lines.append(f"  {count} {stand} at {position.where}{inside}: {position.doing} ({_ranks(position.ranks)})")
     for standing in picture.standings:
-        if standing.kind != "waiting":
+        if standing.kind not in ("waiting", "ended"):
             how = "uses the CPU" if standing.busy else "does nothing"
             same = "its stack changes" if standing.moving else "its stack did not change"
             lines.append(f"  rank {standing.rank} (pid {standing.pid}, state {standing.state}): {how}; {same}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from model_check.launch.loglines import clean, clock, labelled
+from model_check.launch.loglines import clean, clock, fitted, labelled
 from model_check.launch.tail import LineTail
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class _Terminal:
         self._task: TaskID | None = None
 
     def line(self, text: str) -> None:
-        self._console.print(self._text(text), soft_wrap=True)
+        self._console.print(self._text(fitted(text, self._console.width)), soft_wrap=True)
 
     def progress(self, step: int, loss: float | None, tokens_per_s: float | None, eta_s: float | None) -> None:
         state = " | ".join(

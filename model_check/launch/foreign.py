@@ -6,6 +6,8 @@ The ranks see torchrun's environment, inherit standard input, and keep all GPUs 
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass
@@ -36,11 +38,25 @@ class ForeignScript:
         return (os.environ.get("PYTHON_EXEC", sys.executable), *how, self.target, *self.args)
 
     def check(self) -> None:
+        if self.module and not _can_be_found(self.target):
+            raise UsageError(
+                f"there is no module {self.target}",
+                remedy="run it from the folder that holds it, or install its package",
+            )
         if not self.module and not Path(self.target).is_file():
             raise UsageError(
                 f"there is no script {self.target}",
                 remedy="give the path of a Python file, or -m and the name of a module",
             )
+
+
+def _can_be_found(module: str) -> bool:
+    """Whether the first part of the name is somewhere; the rest cannot be known without running the package's code."""
+    first = module.partition(".")[0]
+    if "PYTHON_EXEC" in os.environ or first in sys.modules:
+        return True  # another interpreter has other modules
+    here = importlib.machinery.PathFinder.find_spec(first, [str(Path.cwd())])
+    return first != "" and (here or importlib.util.find_spec(first)) is not None
 
 
 @dataclass(frozen=True)

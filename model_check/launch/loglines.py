@@ -15,6 +15,8 @@ _CONTROL = re.compile(
 # Lines of our own that say their rank already, in a format that others read by machine.
 _LABELLED = re.compile(r"\[(?:[\w.-]+:)?(?:GPU|CPU)\d+\] |\[Rank \d+\] LOCK: |\[[\d:.]+\]\[\+[\d.]+s\]\[R\d+/\d+\]")
 
+_ETA_OF_A_STEP = re.compile(r"(?<=\d) \| ETA: [\dd: ?]+$")
+
 
 def step_line(
     label: str, step: int, max_steps: int, loss: float, lr: float, grad_norm: float, eta_s: float | None
@@ -43,6 +45,11 @@ def clean(text: str) -> str:
     # A progress bar redraws its line after each carriage return: only the last drawing counts.
     drawings = [part for part in text.split("\r") if part.strip()]
     return _CONTROL.sub("", drawings[-1] if drawings else "").rstrip()
+
+
+def fitted(line: str, width: int) -> str:
+    """A step's line without its ETA where a terminal would break it: the bar below says the same."""
+    return _ETA_OF_A_STEP.sub("", line) if len(line) > width else line
 
 
 def labelled(label: str, line: str) -> str:

@@ -32,6 +32,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _LIBRARY = re.compile(
     r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/|^<frozen |/torch/(distributed|utils|nn|_dynamo)/"
 )
+_WATCHERS = re.compile(r"/model_check/(?:observe|launch)/")  # also of another copy: `attach` meets every kind of job
 _OUR_PROGRAM = re.compile(r"/model_check/(?!observe/|launch/)")
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _FAULT_THREAD = re.compile(r"^(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)(?: \[(?P<name>[^]]*)\])?")
@@ -124,7 +125,7 @@ class ProcessStacks:
 
 def is_user_file(path: str) -> bool:
     """Neither installed package, nor its command, nor standard library, nor ourselves."""
-    if not path or _LIBRARY.search(path) or path.startswith(_PACKAGE + "/"):
+    if not path or _LIBRARY.search(path) or path.startswith(_PACKAGE + "/") or _WATCHERS.search(path):
         return False
     return not _is_console_script(path)
 

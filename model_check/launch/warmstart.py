@@ -6,12 +6,13 @@ once started, cannot be used by a child at all; so neither happens here, and wha
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from model_check.errors import LaunchError
 
@@ -34,11 +35,18 @@ def preload(modules: Iterable[str]) -> None:
     """Imports everything that the ranks will need."""
     # With this, a library that asks torch.cuda.is_available() at import gets its answer without starting CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    collected = gc.isenabled()
-    gc.disable()  # imports make objects to stay: looking for garbage among them costs 15 % of the time
-    try:
+    with without_looking_for_garbage():
         for name in modules:
             _import(name)
+
+
+@contextlib.contextmanager
+def without_looking_for_garbage() -> Iterator[None]:
+    """For imports: they make objects to stay, and looking for garbage among them costs 15 % of their time."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collected:
             gc.enable()

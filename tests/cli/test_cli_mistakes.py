@@ -37,6 +37,7 @@ MISTAKES = [
     (["train", "--debug", "--resume", "nowhere"], "there is no checkpoint nowhere; name a step_* folder"),
     (["diagnose", "nowhere"], "nowhere"),
     (["run", "nowhere.py"], "nowhere.py"),
+    (["run", "-m", "nowhere.train"], "there is no module nowhere.train"),
     (["run", "--guard", "stop", "train.py"], "observe, halt or off"),
     (["train", "--nrpoc", "2"], "train has no flag --nrpoc; did you mean --nproc?"),
     (["train", "--nproc", "two"], "--nproc two is not a whole number; give --nproc a whole number"),

@@ -66,6 +66,15 @@ def test_two_cpu_ranks_train_and_leave_a_whole_run_directory(shell: Shell) -> No
         assert (done.run_dir / "blackbox" / f"rank-{rank:05d}.ring").stat().st_size > 0
 
 
+def test_what_every_optimizer_asks_for_is_imported_once_not_by_each_rank(shell: Shell) -> None:
+    done = shell.train("--nproc", "1", "--max-steps", "1", PYTHONPROFILEIMPORTTIME="1")
+    assert done.code == 0, done.err
+    assert re.search(r"^done: 1 step, ", done.out, re.M)
+    dynamo = re.compile(r"^import time: .*\| +torch\._dynamo\b", re.M)
+    assert dynamo.search(done.err), "the launcher imports it before it forks"
+    assert not dynamo.search((done.run_dir / "logs" / "rank-00000.log").read_text())
+
+
 def test_evaluation_is_in_the_metrics_of_its_step(shell: Shell) -> None:
     done = shell.train(
         "--nproc", "1", "--max-steps", "4", "--set", "training.eval_interval=2", "--set", "data.samples=2000"

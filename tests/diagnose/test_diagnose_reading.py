@@ -226,6 +226,12 @@ def test_a_mismatch_that_only_the_flight_recorder_saw(stage):
         ("/usr/lib/python3/dist-packages/yaml/__init__.py", False),
         ("<frozen importlib._bootstrap>", False),
         ("/opt/model_check/observe/recorder.py", False),
+        ("/opt/model_check/launch/of_another_version.py", False),
+        ("/opt/model_check/engine/loop.py", False),
+        ("model_check/engine/loop.py", False),
+        ("/home/me/model_check/train.py", True),
+        ("/home/me/model_check/lib/steps.py", True),
+        ("/home/me/model_check/model_check/engine/loop.py", False),
         ("", False),
     ],
 )
@@ -237,7 +243,7 @@ def test_what_counts_as_the_users_own_code(path, user):
     ("files", "named"),
     [
         (("/v/site-packages/torch/x.py", "/home/me/train.py", "/v/bin/torchrun"), "/home/me/train.py"),
-        (("/v/lib/model_check/data/cache.py", "/home/me/use.py"), "/home/me/use.py"),
+        (("/v/lib/model_check/data/packed.py", "/home/me/use.py"), "/home/me/use.py"),
         (
             ("/v/lib/model_check/observe/a.py", "/v/lib/model_check/engine/loop.py", "/v/lib/model_check/cli/rank.py"),
             "/v/lib/model_check/engine/loop.py",

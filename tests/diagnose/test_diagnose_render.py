@@ -153,6 +153,13 @@ def test_explain_an_unknown_code_names_the_nearest(capsys):
     assert code == 2 and out == "" and "MC204" in err and "Traceback" not in err
 
 
+def test_explain_finds_codes_by_a_word(capsys):
+    code, out, _ = run_cli(capsys, "explain", "OOM")
+    assert code == 0 and "MC304  killed by the OOM killer\n" in out and "MC204" not in out
+    code, out, err = run_cli(capsys, "explain", "xyzzy")
+    assert (code, out) == (2, "") and "no code speaks of 'xyzzy'" in err
+
+
 def test_explain_for_a_program(capsys):
     import json
 

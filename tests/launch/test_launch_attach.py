@@ -135,6 +135,38 @@ def test_a_rank_that_waits_for_its_own_message_is_a_waiting_one(hang: Callable[.
     )
 
 
+def test_diagnose_tells_what_attach_saw(
+    tmp_path: Path, hang: Callable[..., HangingJob], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hanging = hang(2, loader_rank=1)
+    folder = str(tmp_path / "run")
+    told = []
+    for words in (["attach", "--run-dir", folder, *map(str, hanging.pids)], ["diagnose", folder]):
+        with pytest.raises(SystemExit) as done:
+            main(words)
+        assert done.value.code == 0
+        told.append(capsys.readouterr().out)
+    assert "→ rank 1 is what the others wait for" in told[1]
+    assert told[0] == told[1] + f"stacks and samples: {folder}\n"
+
+
+def test_ranks_that_end_while_we_look_are_not_said_to_stand_anywhere(hang: Callable[..., HangingJob]) -> None:
+    hanging = hang(2, sleeper=0)
+    (job,) = jobs_of(hanging.pids)
+
+    def end_them(_: float) -> None:
+        for rank in hanging.ranks:
+            rank.kill()
+            rank.wait()
+
+    picture = look_at(job, pause=end_them)
+    assert [s.kind for s in picture.standings] == ["ended", "ended"]
+    assert describe(picture).splitlines()[1:] == [
+        "  2 ranks ended while we looked (ranks 0, 1)",
+        "  → the job ended while we looked",
+    ]
+
+
 def test_a_stopped_rank_is_called_stopped_and_stays_stopped(hang: Callable[..., HangingJob]) -> None:
     hanging = hang(2, sleeper=0)
     os.kill(hanging.pids[0], signal.SIGSTOP)

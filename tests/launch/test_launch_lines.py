@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_check.launch.console import Console, ConsoleOptions
-from model_check.launch.loglines import clean, clock, labelled, step_line
+from model_check.launch.loglines import clean, clock, fitted, labelled, step_line
 from model_check.launch.tail import LONGEST_LINE, LineTail
 
 
@@ -22,6 +22,15 @@ def test_the_step_line_is_exactly_this() -> None:
         step_line("GPU0", 0, 100, 12.234, 1e-5, 2.75649, 330.0)
         == "[GPU0] Step [0/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30"
     )
+
+
+def test_a_step_line_too_long_for_the_terminal_leaves_its_eta_to_the_bar() -> None:
+    line = step_line("CPU0", 10, 60, 8.3161, 1e-7, 1.3551, 22.0)
+    assert (len(line), fitted(line, 81)) == (81, line)
+    assert fitted(line, 80) == "[CPU0] Step [10/60] | Loss: 8.3161 | LR: 1.00e-07 | Grad Norm: 1.3551"
+    assert fitted(step_line("CPU0", 10, 60, 8.3161, 1e-7, 1.3551, 1e6), 80) == fitted(line, 80)
+    other = "[CPU0] the user's own line, which is long and names an | ETA: soon"
+    assert fitted(other, 20) == other
 
 
 @pytest.mark.parametrize(

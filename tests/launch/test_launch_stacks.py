@@ -28,6 +28,8 @@ def _thread(*files: str) -> ThreadStack:
         ("/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", False),
         ("/usr/lib/python3.12/threading.py", False),
         (f"{_PACKAGE}/engine/loop.py", False),
+        ("/opt/another/copy/of/model_check/observe/instrument/training.py", False),
+        ("/home/me/model_check/train.py", True),
         ("<frozen importlib._bootstrap>", False),
         ("", False),
     ],
