@@ -9,6 +9,7 @@ import math
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 from model_check.diagnose.collectives import ranks_text
@@ -163,7 +164,7 @@ def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, W
     for number in victims:
         exception = _fatal_exception(evidence.of(number))
         if exception is not None and number not in later:
-            text = str(exception.get("message", "")).split("\n")[0][:120]
+            text = shorten(str(exception.get("message", "")).split("\n")[0], 120, placeholder=" …")
             lines.append(f"observed: rank {number} then lost its peer: {exception.get('type')}: {text}")
     if later:
         lines.append(f"observed: {ranks_text(later)} failed later, in another way")

@@ -69,5 +69,6 @@ def waiting_text(waits: Mapping[int, Wait], ranks: Iterable[int]) -> list[str]:
     ]
 
 
-def seconds_since(evidence: Evidence, t: float | None) -> str:
-    return f"{max(0.0, evidence.now - t):.1f} s" if t is not None else "an unknown time"
+def no_progress_text(evidence: Evidence, rank: int, since: float | None) -> list[str]:
+    """Empty where the rank has not been seen to make any: nobody can say since when."""
+    return [f"observed: no progress of rank {rank} for {max(0.0, evidence.now - since):.1f} s"] if since else []

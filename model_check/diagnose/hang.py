@@ -12,7 +12,7 @@ from model_check.diagnose.circles import all_wait_finding, cycle_finding
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence
-from model_check.diagnose.findings import make_finding, seconds_since, waiting_text
+from model_check.diagnose.findings import make_finding, no_progress_text, waiting_text
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import joining_findings
@@ -109,7 +109,7 @@ def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], w
         frame=frame,
         evidence=[
             *facts,
-            f"observed: no progress of rank {number} for {seconds_since(evidence, quiet_since)}",
+            *no_progress_text(evidence, number, quiet_since),
             *waiting_text(waits, waiting),
             *([_what_then(standing, waiting)] if waiting else []),
         ],
