@@ -111,3 +111,16 @@ def swallowing_handler(frame: Frame) -> Handler | None:
                 text = f"except {caught}:" if caught else "except:"
                 return Handler(text, Frame(frame.file, handler.lineno, frame.function, root=frame.root))
     return None
+
+
+def only_system_exit(frame: Frame) -> Frame | None:
+    """The `raise SystemExit` in the file of a line; None where there is none, or more than one."""
+    tree = _tree(frame.file, frame.root)
+    raises = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)] if tree is not None else []
+    lines = [node.lineno for node in raises if node.exc is not None and _raised_name(node.exc) == "SystemExit"]
+    return Frame(frame.file, lines[0], "", root=frame.root) if len(lines) == 1 else None
+
+
+def _raised_name(raised: ast.expr) -> str:
+    named = raised.func if isinstance(raised, ast.Call) else raised
+    return named.id if isinstance(named, ast.Name) else ""
