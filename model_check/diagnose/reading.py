@@ -279,8 +279,7 @@ class Reader:
         began = whole(header.get("start_monotonic_ns")) / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
-        # A restarted rank appends to the file of its first life.
-        events = tuple(e for e in tail.records if (_seconds(e) or began) >= began - _EARLIER_LIFE_S)
+        events = tuple(e for e in tail.records if not _of_earlier_life(e, whole(header.get("pid")), began))
         exit = _first_end(
             _own_farewell(events, whole(header.get("pid")), believed_before if exit is None else math.inf), exit
         )
@@ -374,6 +373,12 @@ def _first_end(farewell: RankExit | None, exit: RankExit | None) -> RankExit | N
     if farewell is None or exit is None:
         return exit or farewell
     return farewell if exit.signal in _TOLD_TO_END and farewell.t <= exit.t else exit
+
+
+def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
+    """A restarted rank appends to the file of its first life, whose failure its launcher has already forgiven."""
+    t = _seconds(event) or began
+    return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and whole(event.get("pid") or pid) != pid)
 
 
 def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int, believed_before: float) -> RankExit | None:

@@ -280,4 +280,5 @@ HEALTHY: tuple[Control, ...] = (
     Control("signal_handlers"),
     Control("scaler_skips"),
     Control("noisy_loss"),
+    Control("elastic_restart", form="python"),
 )
