@@ -137,3 +137,16 @@ def held_in_finally(stands: Frame, raised: Frame) -> bool:
         if leaves and waits:
             return not any(caught.handlers for caught in inside[at:])
     return False
+
+
+def only_system_exit(frame: Frame) -> Frame | None:
+    """The `raise SystemExit` in the file of a line; None where there is none, or more than one."""
+    tree = _tree(frame.file, frame.root)
+    raises = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)] if tree is not None else []
+    lines = [node.lineno for node in raises if node.exc is not None and _raised_name(node.exc) == "SystemExit"]
+    return Frame(frame.file, lines[0], "", root=frame.root) if len(lines) == 1 else None
+
+
+def _raised_name(raised: ast.expr) -> str:
+    named = raised.func if isinstance(raised, ast.Call) else raised
+    return named.id if isinstance(named, ast.Name) else ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
+from model_check.diagnose.branches import only_system_exit
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence, RankEvidence
@@ -20,7 +21,16 @@ from model_check.diagnose.findings import LAST_RECORDED, PLACED_BY_RECORD, make_
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
-from model_check.diagnose.raised import last_swallowed, original, raised_at, swallowed_finding, user_frame
+from model_check.diagnose.raised import (
+    last_swallowed,
+    led_to_it,
+    original,
+    quoted,
+    raised_at,
+    swallowed_finding,
+    user_frame,
+    went_on,
+)
 from model_check.diagnose.timeouts import gave_up_finding
 from model_check.diagnose.uneven import loader_frame
 from model_check.diagnose.victims import is_lost_peer, unexpected_size
@@ -37,6 +47,8 @@ _TIDY_END = (
     "end the script with dist.destroy_process_group(): threads of the backend that still run may abort the exit",
     "the work of the script is done; what it wrote before its end is whole",
 )
+UNSEEN_EXIT = "SystemExit"  # raised and not called: seen from inside, the rank only returns
+_NOBODY = "observed: the launcher did not send it, and no memory kill is on record; the sender is not known"
 
 
 @dataclass(frozen=True)
@@ -180,9 +192,7 @@ def _exception_finding(
     # torch notices the end of a worker in a signal handler, wherever the rank happens to be at that time.
     frame = (loader_frame(root.rank) if code == "MC216" else None) or raised_at(root.rank, exception)
     said = original(exception)
-    kind = str(said.get("type", "exception"))
     message = str(exception.get("message", "")).strip()
-    first_line = str(said.get("message", "")).strip().split("\n")[0]
     who = ranks_text(ranks)
     place = f" at {frame.site} in {frame.function}" if frame is not None else ""
     extra: list[str] = []
@@ -208,14 +218,14 @@ def _exception_finding(
         killed = "observed: the worker was ended by SIGKILL"
         gone = "inferred: a worker that goes without a word was killed (SIGKILL, often for memory) or called exit"
         extra.append(killed if "signal: Killed" in message else gone)
-    title = about.replace("{who}", who) if about else f"{who} raised {kind}: {first_line[:160]}"
+    title = about.replace("{who}", who) if about else f"{who} raised {quoted(exception, 160)}"
     return make_finding(
         code,
         title,
         ranks=ranks,
         victims=victims,
         frame=frame,
-        evidence=[f"observed: {who} raised {kind}: {first_line[:400]}{place}", *extra, *facts],
+        evidence=[f"observed: {who} raised {quoted(exception, 400)}{place}", *led_to_it(exception), *extra, *facts],
         fix=fix,
         certainty="proven",
         step=root.rank.step,
@@ -254,7 +264,7 @@ def _signal_finding(evidence: Evidence, root: Failure, victims: list[int], facts
         frame=frame,
         evidence=[
             f"observed: process {end.pid if end else '?'} of rank {rank.rank} ended by {name}",
-            *([f"observed: its {LAST_RECORDED} is {frame.site}"] if code in PLACED_BY_RECORD and frame else []),
+            *([f"observed: its {LAST_RECORDED} is {frame.site}"] if _by_record(rank, code, number) and frame else []),
             *extra,
             *facts,
         ],
@@ -300,8 +310,20 @@ def _explain_signal(
             return "MC306", f"rank {rank.rank} {what} after its script had ended", [over], None
         stack = [f"observed: the crashed thread was at {f.site} in {f.function}" for f in rank.fault_frames[:1]]
         return "MC306", f"rank {rank.rank} {what}", stack, _crash_frame(rank)
-    nobody = "observed: the launcher did not send it, and no memory kill is on record; the sender is not known"
-    return "MC303", f"rank {rank.rank} was ended by {name}", [nobody, *memory], rank.last_site()
+    if number == signal.SIGINT and (interrupt := _interrupt(rank)) is not None:
+        frame = user_frame(interrupt)
+        raised = [f"observed: KeyboardInterrupt was raised at {frame.site}"] if frame is not None else []
+        return "MC303", f"rank {rank.rank} was ended by KeyboardInterrupt ({name})", [*raised, _NOBODY], frame
+    return "MC303", f"rank {rank.rank} was ended by {name}", [_NOBODY, *memory], rank.last_site()
+
+
+def _interrupt(rank: RankEvidence) -> Mapping[str, Any] | None:
+    """A KeyboardInterrupt that nobody caught: the interpreter then ends itself by SIGINT."""
+    return next((e for e in reversed(rank.exceptions) if e.get("type") == "KeyboardInterrupt"), None)
+
+
+def _by_record(rank: RankEvidence, code: str, number: int) -> bool:
+    return code in PLACED_BY_RECORD and not (number == signal.SIGINT and _interrupt(rank) is not None)
 
 
 def _waiting_in(rank: RankEvidence) -> str:
@@ -329,10 +351,19 @@ def _exit_code_finding(
     code = end.code if end is not None else None
     exits = rank.happened("exit")
     via = str(exits[-1].get("via") or "") if exits else ""
+    if via == "return" and code:
+        via = UNSEEN_EXIT  # it called no exit and left with a code all the same
     words = str(exits[-1].get("message") or "").split("\n")[0][:160] if exits else ""
-    frame = (user_frame(exits[-1]) if exits else None) or rank.last_site()
+    last = rank.last_site()
+    raising = only_system_exit(last) if via == UNSEEN_EXIT and last is not None else None
+    frame = (user_frame(exits[-1]) if exits else None) or raising or last
     missed = bool(victims) or _others_go_on(evidence, rank)
     swallowed = last_swallowed(evidence, rank.rank)
+    if swallowed is not None and missed and not went_on(rank, swallowed):
+        place = f" at {frame.site}" if frame is not None else ""
+        left = f"observed: the script caught it and exited with code {code}" + (f" through {via}{place}" if via else "")
+        caught = Failure(rank, root.began, swallowed, victim=False)
+        return _exception_finding(evidence, caught, ranks, victims, [left, *facts])
     if swallowed is not None and missed:
         return swallowed_finding(evidence, rank.rank, swallowed, victims, facts)
     return make_finding(
@@ -343,6 +374,7 @@ def _exit_code_finding(
         frame=frame,
         evidence=[
             f"observed: {ranks_text(ranks)} exited with code {code}" + (f" through {via}" if via else ""),
+            *([f"inferred: {raising.site} is the only `raise SystemExit` of that file"] if raising else []),
             *facts,
         ],
         certainty="proven" if missed else "observed",
@@ -388,7 +420,7 @@ def _only_victims(
         return [held_up]
     for number in evidence.all_ranks:
         record = last_swallowed(evidence, number)
-        if record is not None:
+        if record is not None and not (evidence.live and _leaves(evidence.of(number), record)):
             return [swallowed_finding(evidence, number, record, [v for v in victims if v != number], facts)]
     if any(r.alive for r in evidence.ranks.values()) and evidence.live:
         return []
@@ -407,6 +439,11 @@ def _only_victims(
             now=evidence.now,
         )
     ]
+
+
+def _leaves(rank: RankEvidence, record: Mapping[str, Any]) -> bool:
+    """It caught an exception and does nothing more: with which code it ends is about to be known."""
+    return rank.alive and not went_on(rank, record)
 
 
 def _signal_name(number: int) -> str:

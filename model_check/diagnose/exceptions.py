@@ -27,6 +27,9 @@ _DEVICE_LOST = re.compile(
     r"NVLink|hardware (stack )?error",
     re.I,
 )
+_NO_ROOM = re.compile(r"No space left on device|Disk quota exceeded|\[Errno 27\] File too large", re.I)
+# torch.save finds a failed write by the position it did not reach, and says no more than that.
+_SHORT_WRITE = re.compile(r"inline_container\.cc.{0,60}unexpected pos")
 _TORN = re.compile(
     r"PytorchStreamReader|central directory|unexpected (EOF|end)|not a zip|truncated|pickle data was truncated|"
     r"invalid load key|HeaderTooLarge|MetadataIncompleteBuffer|InvalidHeader|Expecting value|Unterminated string|"
@@ -65,6 +68,10 @@ def classify_exception(
         return "MC104", f"{{who}} has no usable GPU: {_short(text)}"
     if kind == "MemoryError" or _HOST_OOM.search(text):
         return "MC307", "{who} ran out of host memory"
+    if _NO_ROOM.search(text):
+        return "MC604", "{who} could not write: the disk, a quota or a limit on file sizes leaves no room"
+    if _SHORT_WRITE.search(text):
+        return "MC604", "{who} could not write a file to its end: most likely its disk has no room"
     some_only = evidence is None or len(set(ranks)) < max(1, evidence.world_size)
     if some_only and kind == "FileExistsError" and _touches_directory(exception):
         return "MC107", f"{{who}} lost a race for a directory: {_short(text)}"

@@ -97,6 +97,37 @@ def _frames(record: Mapping[str, Any]) -> list[Frame]:
     return [Frame.from_json(f) for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
 
 
+def went_on(rank: RankEvidence, record: Mapping[str, Any]) -> bool:
+    """Whether the rank began anything after it caught this exception, other than to leave."""
+    caught = _time(record) * 1e9
+    return any(c.event == "begin" and c.phase != "exit" and c.time_ns > caught for c in rank.crumbs)
+
+
+def quoted(record: Mapping[str, Any], length: int) -> str:
+    """`ValueError: its message`; of an exception without a message the statement that raised it."""
+    said = original(record)
+    kind, message = str(said.get("type", "exception")), str(said.get("message", "")).strip().split("\n")[0]
+    given = said.get("user_frame")
+    text = str(given.get("text") or "") if isinstance(given, dict) else ""
+    return f"{kind}: {message[:length]}" if message else f"{kind} in `{text[:length]}`" if text else kind
+
+
+def led_to_it(record: Mapping[str, Any]) -> list[str]:
+    """What an exception followed from, and what a group of exceptions holds."""
+    lines = []
+    cause, parts = record.get("cause"), record.get("parts")
+    if isinstance(cause, dict) and original(record) is record:
+        lines.append(f"observed: it followed from {_quoted_with_site(cause)}")
+    if isinstance(parts, list):
+        lines += [f"observed: it holds {_quoted_with_site(part)}" for part in parts if isinstance(part, dict)]
+    return lines
+
+
+def _quoted_with_site(record: Mapping[str, Any]) -> str:
+    frame = user_frame(record)
+    return quoted(record, 160) + (f", raised at {frame.site}" if frame is not None else "")
+
+
 def raised_at(rank: RankEvidence, record: Mapping[str, Any]) -> Frame | None:
     """The user's line of an exception; where its frames hold none, the call that the rank was in at that time."""
     frame = user_frame(record)
@@ -135,13 +166,22 @@ def swallowed_finding(
             began=began,
             now=evidence.now,
         )
+    at_work = record.get("event") == "raised"  # else a `swallowed_exception`: the block was left
     return make_finding(
         "MC302",
-        f"rank {rank} swallowed {kind} and drifted away from its peers",
+        f"rank {rank} handled {kind} and so drifted away from its peers"
+        if at_work
+        else f"rank {rank} swallowed {kind} and drifted away from its peers",
         ranks=[rank],
         victims=victims,
         frame=frame,
-        evidence=[facts[0], "observed: the script caught it and went on; no other rank did the same", *facts[1:]],
+        evidence=[
+            facts[0],
+            "observed: what it called next stands in an `except` or `finally` block; no other rank did the same"
+            if at_work
+            else "observed: the script caught it and went on; no other rank did the same",
+            *facts[1:],
+        ],
         certainty="proven",
         step=evidence.of(rank).step,
         phase="exception",

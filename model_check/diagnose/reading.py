@@ -7,6 +7,7 @@ exited is final, and whatever is missing from it was never done.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -33,6 +34,7 @@ _LONGEST_LINE_BYTES = 16 << 20  # a record of ours is a few kilobytes
 _MOST_RANKS = 1 << 17  # a number beyond this is damage, not a job
 _KEPT_SAMPLES = 600
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP})
+_TIME_TO_END_S = 4.0  # from a rank's last word to the end of its process, on a busy machine
 _EARLIER_LIFE_S = 60.0  # a rank writes events before its ring is open, but not for long
 
 
@@ -228,8 +230,11 @@ class Reader:
         exits, starts = _exits_and_starts(supervisor)
         samples = samples_by_rank(supervisor)
         numbers = self._rank_numbers() | set(exits) | set(starts) | set(samples)
+        live_now = time.monotonic() if now is None else now
+        believed_before = live_now - _TIME_TO_END_S if live else math.inf
         ranks = {
-            n: self._read_rank(n, exits.get(n), starts.get(n), samples.get(n, []), damage) for n in sorted(numbers)
+            n: self._read_rank(n, exits.get(n), starts.get(n), samples.get(n, []), damage, believed_before)
+            for n in sorted(numbers)
         }
         environment = self._cached(self.run_dir.environment, _read_object)
         return Evidence(
@@ -256,7 +261,13 @@ class Reader:
         return found
 
     def _read_rank(
-        self, rank: int, exit: RankExit | None, started: float | None, samples: list[ProcSample], damage: list[str]
+        self,
+        rank: int,
+        exit: RankExit | None,
+        started: float | None,
+        samples: list[ProcSample],
+        damage: list[str],
+        believed_before: float,
     ) -> RankEvidence:
         if rank not in self._rings:
             self._rings[rank] = FollowedRing(self.run_dir.ring(rank), rank)
@@ -269,9 +280,10 @@ class Reader:
         began = whole(header.get("start_monotonic_ns")) / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
-        # A restarted rank appends to the file of its first life.
-        events = tuple(e for e in tail.records if (_seconds(e) or began) >= began - _EARLIER_LIFE_S)
-        exit = _first_end(_own_farewell(events, whole(header.get("pid"))), exit)
+        events = tuple(e for e in tail.records if not _of_earlier_life(e, whole(header.get("pid")), began))
+        exit = _first_end(
+            _own_farewell(events, whole(header.get("pid")), believed_before if exit is None else math.inf), exit
+        )
         dumps = (
             self._cached(p, partial(read_stacks, place=place))
             for p in self._files(self.run_dir.stacks_dir, f"{name}.*json")
@@ -364,11 +376,22 @@ def _first_end(farewell: RankExit | None, exit: RankExit | None) -> RankExit | N
     return farewell if exit.signal in _TOLD_TO_END and farewell.t <= exit.t else exit
 
 
-def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int) -> RankExit | None:
-    """A rank that says it leaves with code 0 takes part in nothing any more; its process may need seconds to end."""
+def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
+    """A restarted rank appends to the file of its first life, whose failure its launcher has already forgiven."""
+    t = _seconds(event) or began
+    return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and whole(event.get("pid") or pid) != pid)
+
+
+def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int, believed_before: float) -> RankExit | None:
+    """A rank that says it leaves with code 0 takes part in nothing any more; its process may need seconds to end.
+
+    One that called no exit does not know its code itself: `raise SystemExit(3)` looks like a return from inside. Its
+    process is given time to end with the true one.
+    """
     for record in events:
         if record.get("event") == "exit" and record.get("code") == 0 and record.get("pid") == pid:
-            return RankExit(t=_seconds(record), pid=pid, code=0, signal=None)
+            guessed = record.get("via") == "return" and _seconds(record) > believed_before
+            return None if guessed else RankExit(t=_seconds(record), pid=pid, code=0, signal=None)
     return None
 
 

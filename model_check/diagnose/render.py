@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from model_check.diagnose.collectives import ranks_text
-from model_check.diagnose.findings import LAST_RECORDED, PLACED_BY_RECORD
+from model_check.diagnose.findings import LAST_RECORDED
 from model_check.diagnose.source import lines_around
 from model_check.rundir import Finding, Verdict
 
@@ -81,7 +81,7 @@ def _source(finding: Finding, color: bool, root: Path | None) -> list[str]:
     width = _gutter(finding)
     where = f" in {printable(finding.function)}" if finding.function else ""
     known = [f"step {finding.step}"] if finding.step is not None else []
-    known += [LAST_RECORDED] if finding.code in PLACED_BY_RECORD else []
+    known += [LAST_RECORDED] if any(LAST_RECORDED in said for said in finding.evidence) else []
     step = f" ({', '.join(known)})" if known else ""
     arrow, bar = _paint("-->", _BLUE, color), _paint("|", _BLUE, color)
     lines = [f"{' ' * width}{arrow} {printable(file)}:{line}{where}{step}"]

@@ -246,7 +246,8 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
     """Resident memory that climbs over the whole second half of what was seen, while steps go on."""
     if not rank.step_times:
         return None
-    points = [(s.t, float(s.rss)) for s in rank.samples if s.rss and s.t >= _warmed_up(rank)]
+    # What a rank gives back on its way out says nothing about its training.
+    points = [(s.t, float(s.rss)) for s in rank.samples if s.rss and _warmed_up(rank) <= s.t <= rank.step_times[-1]]
     if len(points) < LEAK_SAMPLES or points[-1][0] - points[0][0] < LEAK_SECONDS:
         return None
     slope, _ = statistics.linear_regression([t for t, _ in points], [rss for _, rss in points])

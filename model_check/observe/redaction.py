@@ -17,6 +17,7 @@ _SECRET_NAME = re.compile(
 )
 # One slash where a URL went through a path library.
 _URL_USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
+_URL_PARAMETER = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s\"'<>]+)")
 _KNOWN_SHAPE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}"
     r"|xox[abprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
@@ -61,10 +62,15 @@ def _names_in(word: str) -> list[str]:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text without the given secrets, user names and passwords in URLs, and tokens of well-known shape."""
+    """The text without the given secrets, what URLs hold of them, and tokens of well-known shape."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
-    return _KNOWN_SHAPE.sub(REDACTED, _URL_USER.sub(rf"\1{REDACTED}@", text))
+    text = _URL_PARAMETER.sub(_without_secret, _URL_USER.sub(rf"\1{REDACTED}@", text))
+    return _KNOWN_SHAPE.sub(REDACTED, text)
+
+
+def _without_secret(parameter: re.Match[str]) -> str:
+    return f"{parameter[1]}={REDACTED}" if looks_secret(parameter[1]) else parameter[0]
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:

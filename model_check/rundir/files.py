@@ -26,8 +26,10 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _dumps(record: Any, **kwargs: Any) -> str:
-    return json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, **kwargs)
+def _dumps(record: Any, **kwargs: Any) -> bytes:
+    """One line or page of JSON. Half a surrogate, which a file name or a message may hold, has no place in UTF-8."""
+    text = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, **kwargs) + "\n"
+    return text.encode("utf-8", "replace")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -48,7 +50,7 @@ class JsonlWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, record: dict[str, Any]) -> None:
-        os.write(self._fd, (_dumps(record) + "\n").encode())
+        os.write(self._fd, _dumps(record))
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -93,7 +95,7 @@ def write_json_atomic(path: Path, value: Any) -> None:
     """Readers see the old file or the new one, never a part of either."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_text(_dumps(value, indent=2) + "\n", encoding="utf-8")
+    scratch.write_bytes(_dumps(value, indent=2))
     scratch.replace(path)
 
 

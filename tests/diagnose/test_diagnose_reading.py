@@ -8,12 +8,13 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from staging import T0
 
 from model_check.diagnose import Examiner, examine, load
 from model_check.diagnose.flight import op_name, read_flight
 from model_check.diagnose.frames import Frame, innermost_user, is_user_path
 from model_check.diagnose.reading import JsonlTail, read_fault_text, read_stacks
-from model_check.rundir import RunDir
+from model_check.rundir import JsonlWriter, RunDir
 
 
 def test_an_empty_directory_is_an_empty_run(tmp_path):
@@ -77,6 +78,21 @@ def test_the_examiner_and_a_fresh_look_agree(stage):
     stage.stall()
     now = stage.latest + 7
     assert examiner.update(live=True, now=now).to_json() == examine(stage.run_dir, live=True, now=now).to_json()
+
+
+def test_what_ended_the_first_life_of_a_restarted_rank_is_not_said_of_the_second(stage):
+    stage.ranks(2)
+    before = JsonlWriter(stage.run_dir.events(1))
+    frame = {"file": str(stage.script), "line": 33, "function": "train", "text": ""}
+    failed = {"event": "exception", "type": "ValueError", "message": "x", "user_frame": frame, "thread": "MainThread"}
+    before.write({**failed, "t": T0 - 3, "pid": 3999})
+    before.write({"event": "exit", "code": 1, "via": "exception", "t": T0 - 3, "pid": 3999})
+    before.write({"event": "memory", "rss": 1, "t": T0 - 1, "pid": 4001})
+    before.close()
+    stage.train(3)
+    assert stage.findings(after=0.1) == []
+    events = load(stage.run_dir, live=True, now=stage.latest).of(1).events
+    assert [e["event"] for e in events if e["t"] < T0] == ["memory"], "its own, from before its ring was open"
 
 
 def test_a_restarted_rank_is_alive_again(stage):

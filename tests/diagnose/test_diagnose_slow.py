@@ -125,3 +125,11 @@ def test_slowness_is_not_reported_beside_a_crash(stage):
 def test_the_threads_that_every_rank_has_do_not_count(stage):
     oversubscribe(stage, 14, 0.5)
     assert stage.findings(after=0.1) == []
+
+
+def test_what_a_rank_frees_on_its_way_out_does_not_hide_its_leak(stage):
+    grow(stage, per_second=16 << 20)
+    for actor in stage.actors:
+        actor.sample(actor.t + 0.8, rss=1 << 29)
+        actor.exits(0, via="return")
+    assert [(f.code, f.ranks) for f in stage.findings(live=False)] == [("MC705", [0])]

@@ -187,6 +187,8 @@ CRASHES = (
     crash("early_exit", "MC308", (1,), quick=True),
     crash("early_exit_hard", "MC308", (2,), nproc=3),
     crash("exit_code", "MC313", (1,), exit_code=7),
+    # From inside it looks like a return: its code is known when its process has ended.
+    hang("system_exit_raised", "MC313", (1,), severity="error", exit_code=1, says=("no shard for step 12",)),
     crash("store_host_gone", "MC309", (0,)),
     crash("import_error", "MC310", (1,), exit_code=1, says=("fast_tokenizer_kernels",)),
     crash("cuda_device_assert", "MC311", (1,), needs="gpu"),
@@ -284,4 +286,5 @@ HEALTHY: tuple[Control, ...] = (
     Control("signal_handlers"),
     Control("scaler_skips"),
     Control("noisy_loss"),
+    Control("elastic_restart", form="python"),
 )

@@ -38,11 +38,13 @@ CHECKPOINTS: dict[str, Entry] = {
     ),
     "MC604": Entry(
         "disk full",
-        "A checkpoint could not be written because there is no room for it. The ones before it are intact.",
-        "The disk or the quota is used up, often by older checkpoints.",
-        "Needed and free bytes are compared before a save, and a write that finds no room is reported.",
+        "A checkpoint, or another file, could not be written because there is no room for it. Of our own trainer's "
+        "checkpoints the ones before it are intact.",
+        "The disk or the quota is used up, often by older checkpoints, or a limit on file sizes is reached.",
+        "Needed and free bytes are compared before a save, and a write that finds no room is reported. torch.save says "
+        "only that it is at an unexpected position.",
         (
-            "free space, or set checkpoint.dir to another disk",
+            "free space (df -h, quota -s and ulimit -f show what is left), or write to another disk: checkpoint.dir",
             "lower checkpoint.keep, raise checkpoint.keep_every",
             "checkpoint.on_full says whether the run goes on (continue) or ends (stop)",
         ),

@@ -68,7 +68,7 @@ def _install_hooks() -> None:
     outofmemory.install()
     calls.watch_standard_input()
     exceptions.listen_to(sys.stdout)
-    exceptions.listen_to(sys.stderr)
+    exceptions.listen_to(sys.stderr, endings.ENDING.interpreter_says)
     handlers.watch()
     _watch_fork()
     PostImport(_patches(), _SLOW_PACKAGES).install()

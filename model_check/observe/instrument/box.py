@@ -151,8 +151,14 @@ class BlackBox:
     def event(self, name: str, /, **fields: Any) -> None:
         """Appends to the rank's events; says nothing once another process has become this rank."""
         events, recorder = self._events, self.recorder
-        if events is not None and recorder is not None and recorder.is_current():
+        if events is None or recorder is None or not recorder.is_current():
+            return
+        try:
             events.write({"t": time.monotonic(), "event": name, "pid": os.getpid(), **fields})
+        except OSError:
+            # A full disk under the run directory is our trouble: raised here, it would be the script's. The ring, whose
+            # pages exist, goes on, and the next event may find room again.
+            return
 
 
 BOX = BlackBox()

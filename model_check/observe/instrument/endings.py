@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from model_check.observe.instrument import memory
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.exceptions import NOTES, shown, summarize
+from model_check.observe.instrument.retold import words
 from model_check.observe.instrument.spans import is_wrapped
 
 _STEPS = "model_check.observe.instrument.steps"  # looked up, not imported: it needs torch
@@ -40,7 +41,8 @@ class _Ending:
         NOTES.ended_with(error)
         if (steps := sys.modules.get(_STEPS)) is not None:
             steps.process_fails()
-        if isinstance(error, MemoryError) or "out of memory" in str(error) or "bad_alloc" in str(error):
+        said = words(error)
+        if isinstance(error, MemoryError) or "out of memory" in said or "bad_alloc" in said:
             memory.mark("memory error")
         BOX.event("exception", handled=False, **summarize(error))
 
@@ -50,6 +52,12 @@ class _Ending:
         self.exit_call = {"code": code, "via": via, "user_frame": BOX.code.user_frame(frames)}
         if message:
             self.exit_call["message"] = shown(message)
+
+    def interpreter_says(self, text: str) -> None:
+        """Words of the interpreter's own, after the script's last line: those of a SystemExit that nobody caught."""
+        on_main = threading.current_thread() is threading.main_thread()
+        if BOX.recorder is not None and on_main and self.exit_call is None and self.exception is None and text.strip():
+            self.exit_call = {"code": 1, "via": "SystemExit", "message": shown(text)}
 
     def write(self) -> None:
         """The last event of the process."""

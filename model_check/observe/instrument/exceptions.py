@@ -8,11 +8,13 @@ words are kept: holding on to the exception itself would hold on to its frames a
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from model_check.observe.instrument import retold
@@ -23,6 +25,8 @@ from model_check.observe.redaction import redact_text, secret_values
 _MAX_SWALLOWED = 200
 _MAX_PER_LINE = 3
 _MAX_MESSAGE = 4000
+_MOST_PARTS = 8
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)  # since Python 3.11
 # Control flow, not faults.
 _ORDINARY = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt, ImportError)
 
@@ -32,7 +36,7 @@ def summarize(error: BaseException) -> dict[str, Any]:
     frames = BOX.code.describe_traceback(error.__traceback__)
     summary: dict[str, Any] = {
         "type": type(error).__name__,
-        "message": shown(str(error)),
+        "message": shown(retold.words(error)),
         "frames": frames,
         "user_frame": BOX.code.user_frame(frames),
         "thread": threading.current_thread().name,
@@ -50,18 +54,27 @@ def summarize(error: BaseException) -> dict[str, Any]:
         }
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and cause is not error:
-        cause_frames = BOX.code.describe_traceback(cause.__traceback__)
-        summary["cause"] = {
-            "type": type(cause).__name__,
-            "message": shown(str(cause)),
-            "user_frame": BOX.code.user_frame(cause_frames),
-        }
+        summary["cause"] = _brief(cause)
+    if _GROUP is not None and isinstance(error, _GROUP):
+        # The line of a group is only where they were put together.
+        summary["parts"] = [_brief(part) for part in error.exceptions[:_MOST_PARTS]]
     return summary
+
+
+def _brief(error: BaseException) -> dict[str, Any]:
+    """What is said of an exception that stands behind another one."""
+    frames = BOX.code.describe_traceback(error.__traceback__)
+    return {
+        "type": type(error).__name__,
+        "message": shown(retold.words(error)),
+        "user_frame": BOX.code.user_frame(frames),
+    }
 
 
 def shown(message: str) -> str:
     """Words of the script's as an event may carry them: of bounded length, and without its secrets."""
-    return redact_text(message[:_MAX_MESSAGE], secret_values(os.environ))
+    told = message[:_MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
+    return redact_text(told, secret_values(os.environ))
 
 
 def _raised_at(error: BaseException) -> tuple[type, str, int]:
@@ -138,8 +151,11 @@ class Notes:
 NOTES = Notes()
 
 
-def listen_to(stream: TextIO | None) -> None:
-    """Notes the exception being handled whenever something is written: handlers print and log what they swallow."""
+def listen_to(stream: TextIO | None, interpreter_says: Callable[[str], None] | None = None) -> None:
+    """Notes the exception being handled whenever something is written: handlers print and log what they swallow.
+
+    `interpreter_says` is given what no Python code has written.
+    """
     if stream is None:
         return
     write = stream.write
@@ -148,6 +164,8 @@ def listen_to(stream: TextIO | None) -> None:
         handled = sys.exc_info()[1]
         if handled is not None and BOX.recorder is not None:
             NOTES.caught(handled)
+        if interpreter_says is not None and sys._getframe().f_back is None:
+            interpreter_says(text)
         return write(text)
 
     try:

@@ -20,6 +20,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.retold import words
 from model_check.observe.memory_reading import read_host_limits, read_memory
 from model_check.rundir import write_json_atomic
 
@@ -111,7 +112,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Of the device or of the host."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and _HOST_MESSAGE.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _HOST_MESSAGE.search(words(error)) is not None
 
 
 def note(error: BaseException) -> None:
@@ -181,7 +182,7 @@ def _capture_host(error: BaseException) -> None:
         {
             "kind": "device" if type(error).__name__ == "OutOfMemoryError" else "host",
             "device": "cpu",
-            "requested": requested_bytes(str(error)),
+            "requested": requested_bytes(words(error)),
             **read_memory().record(),
             "limits": asdict(read_host_limits()),
             "categories": dict(holdings.categories) if holdings is not None else {},

@@ -15,17 +15,25 @@ _WORD = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(: (?P<message>.*))?$")
 _POOL_CAUSES = ("RemoteTraceback", "_RemoteTraceback")
 
 
+def words(error: BaseException) -> str:
+    """What the exception says. Its `__str__` is the script's own code, and may itself fail."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its message cannot be shown: __str__ raised {type(broken).__name__})"
+
+
 def original(error: BaseException) -> dict[str, Any] | None:
     """{"type", "message", "frames", "where"} of the first raise, frames outermost first; None: it was raised here."""
-    text = str(error)
+    text = words(error)
     caught = _CAUGHT.match(text)
     if caught is not None:
         # KeyError shows the repr of its text.
         plain = text if "\n" in text else text.encode().decode("unicode_escape", "replace")
         return _parse(plain, caught["where"], caught["type"])
     cause = error.__cause__
-    if type(cause).__name__ in _POOL_CAUSES:
-        return _parse(str(cause).strip().strip('"'), "a worker process of its pool", type(error).__name__)
+    if cause is not None and type(cause).__name__ in _POOL_CAUSES:
+        return _parse(words(cause).strip().strip('"'), "a worker process of its pool", type(error).__name__)
     return None
 
 
