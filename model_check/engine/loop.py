@@ -16,6 +16,7 @@ import torch
 
 from model_check.engine.inputs import RandomState, StepInputs
 from model_check.engine.step import StepTensors, TrainStep
+from model_check.observe.instrument.spans import span
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,10 @@ class Loop:
         before = time.perf_counter()
         if self._train_step.place.device.type == "cuda" and self._last_moment is None:
             self._last_moment = _moment()
-        for _ in range(self.plan.accumulation if step in self._without_data_of else 0):
-            next(self._batches)
-        micro_batches = tuple(next(self._batches) for _ in range(self.plan.accumulation))
+        with span("data"):
+            for _ in range(self.plan.accumulation if step in self._without_data_of else 0):
+                next(self._batches)
+            micro_batches = tuple(next(self._batches) for _ in range(self.plan.accumulation))
         data_wait_s = time.perf_counter() - before
         inputs = StepInputs(
             step, self._rate_of(step), micro_batches, RandomState.capture(self._train_step.place.device)

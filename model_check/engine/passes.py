@@ -20,6 +20,7 @@ from model_check.engine.place import Place
 from model_check.engine.precision import Precision
 from model_check.errors import ModelError
 from model_check.observe.instrument.replicas import REPLICAS
+from model_check.observe.instrument.spans import span
 
 ScaleLoss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -85,6 +86,16 @@ def call_model(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss_of(model(batch))
 
 
+def _forward_span(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """A rank that was started cold has it from the wrapped call of every module.
+
+    A warm one has imported the compiler before it was a rank, and the compiler must find that call as torch wrote it.
+    """
+    if hasattr(nn.Module.__call__, "__wrapped__"):
+        return contextlib.nullcontext()
+    return span("forward", type(model).__name__)
+
+
 class WholeModel:
     """A model whose forward pass runs on one rank. Ranks exchange gradients once, in the last backward."""
 
@@ -101,7 +112,7 @@ class WholeModel:
         REPLICAS.step_begins(self.model, micro_batches[0])
         for index, batch in enumerate(micro_batches):
             with self.exchange(is_last=index == len(micro_batches) - 1):
-                with self._precision.autocast():
+                with self._precision.autocast(), _forward_span(self.model):
                     loss = call_model(self.model, batch)
                     if share != 1.0:
                         loss = loss * share

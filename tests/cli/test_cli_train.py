@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from model_check.rundir.ring import read_ring
 from tests.conftest import BIN, TINY, Shell
 
 METRICS = {
@@ -63,7 +65,9 @@ def test_two_cpu_ranks_train_and_leave_a_whole_run_directory(shell: Shell) -> No
     assert (done.run_dir / "logs" / "rank-00001.log").read_text().count("Step [") == 4
     assert list((done.run_dir / "tensorboard").glob("events.out.tfevents.*"))
     for rank in (0, 1):
-        assert (done.run_dir / "blackbox" / f"rank-{rank:05d}.ring").stat().st_size > 0
+        ring = read_ring(done.run_dir / "blackbox" / f"rank-{rank:05d}.ring")
+        begun = Counter(crumb.phase for crumb in ring.crumbs if crumb.event == "begin" and crumb.step > 0)
+        assert (begun["data"], begun["forward"], begun["backward"], begun["optimizer"]) == (3, 3, 3, 3)
 
 
 def test_what_every_optimizer_asks_for_is_imported_once_not_by_each_rank(shell: Shell) -> None:

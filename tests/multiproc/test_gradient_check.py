@@ -98,8 +98,14 @@ def test_a_healthy_job_is_left_as_it_was(tmp_path: Path) -> None:
     assert checked == [] and with_check == without
 
 
-@pytest.mark.parametrize(("trainer", "said"), [(DDPTrainer, "one rank has no peer"), (FSDPTrainer, "no peer")])
-def test_where_there_are_no_replicas_it_says_so(trainer: type[DDPTrainer], said: str) -> None:
+def refused(trainer: type[DDPTrainer], rank: int, world: int) -> str:
     settings = {"debug": {"verify_gradients": 5}, "training": {"precision": "fp32"}}
-    with pytest.raises(UsageError, match=said):
-        trainer(Net(range(0)), settings, "cpu", data=[(X,)]).train(num_steps=1)
+    with pytest.raises(UsageError) as error:
+        trainer(Net(range(0)), settings, "cpu", rank=rank, world_size=world, data=[(X,)]).train(num_steps=1)
+    return str(error.value)
+
+
+def test_where_there_are_no_replicas_it_says_so() -> None:
+    assert "verify_gradients=5 compares replicas, and one rank has no peer" in refused(DDPTrainer, 0, 1)
+    for said in on_ranks(2, lambda rank: refused(FSDPTrainer, rank, 2)):
+        assert "the model is not whole on each rank" in said
