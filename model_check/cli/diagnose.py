@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from model_check.errors import RunDirError
 from model_check.rundir import RunDir, Verdict, read_jsonl
 from model_check.rundir.ring import read_header
 from model_check.rundir.start_marks import start_table
+
+if TYPE_CHECKING:
+    from model_check.launch.watch import Watch
 
 
 def diagnose(
@@ -49,11 +52,19 @@ def diagnose(
         return
     typer.echo(render(verdict, color=sys.stdout.isatty(), source_root=source or _where_it_ran(directory)))
     if watch is not None and not watch.alive and _without_an_end(directory):
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(watch.last_time))
-        typer.echo(f"the launcher ended without a word (SIGKILL, out of memory, power); its last record is of {at}")
+        typer.echo(_about_the_launcher(watch))
     for line in start_table(directory):
         typer.echo(line)
     _mention_missing_logs(directory)
+
+
+def _about_the_launcher(watch: Watch) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(watch.last_time))
+    if watch.elsewhere:
+        return (
+            f"no end is on record: its launcher was on {watch.elsewhere}, and may still be; its last record is of {at}"
+        )
+    return f"the launcher ended without a word (SIGKILL, out of memory, power); its last record is of {at}"
 
 
 def _seen_by_attach(directory: RunDir) -> str:

@@ -17,7 +17,7 @@ from model_check.diagnose.source import source_lines
 _MOST_CALLERS = 3  # functions up from the line
 _NO_FAULTS = frozenset({"KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit"})
 _LEAVES = (ast.Raise, ast.Return, ast.Break)
-_GOES = (*_LEAVES, ast.Continue)
+_GOES = (ast.Return, ast.Break, ast.Continue)  # not a raise: a check that all ranks pass looks the same
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -139,12 +139,21 @@ def held_in_finally(stands: Frame, raised: Frame) -> bool:
     return False
 
 
-def only_system_exit(frame: Frame) -> Frame | None:
-    """The `raise SystemExit` in the file of a line; None where there is none, or more than one."""
+def only_system_exit(frame: Frame, code: int | None) -> Frame | None:
+    """The `raise SystemExit` in the file of a line that gives this code; None where there is none, or more than one."""
     tree = _tree(frame.file, frame.root)
     raises = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)] if tree is not None else []
-    lines = [node.lineno for node in raises if node.exc is not None and _raised_name(node.exc) == "SystemExit"]
+    exits = [node for node in raises if node.exc is not None and _raised_name(node.exc) == "SystemExit"]
+    lines = [node.lineno for node in exits if _may_give(node.exc, code)]
     return Frame(frame.file, lines[0], "", root=frame.root) if len(lines) == 1 else None
+
+
+def _may_give(raised: ast.expr | None, code: int | None) -> bool:
+    """A constant code is the one or is not; words give 1; what is computed may be anything."""
+    given = raised.args[0] if isinstance(raised, ast.Call) and raised.args else None
+    if not isinstance(given, ast.Constant):
+        return given is not None or code == 0
+    return given.value == code if isinstance(given.value, int) else code == 1
 
 
 def _raised_name(raised: ast.expr) -> str:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise, takewhile
+from typing import Any
 
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding, waiting_text
-from model_check.diagnose.waits import Wait
+from model_check.diagnose.waits import Wait, groups_made
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
-
-MEMBERS_ONLY = "members only"  # the group is made by its members alone, so other ranks know nothing of it
 
 
 def joining_findings(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Finding]:
@@ -26,7 +26,11 @@ def joining_findings(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Find
 
 def _world_sizes_differ(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding | None:
     """Each rank waits for as many others as it was told there are."""
-    sizes = {rank.rank: size for rank in evidence.ranks.values() if (size := _size_asked_for(rank)) > 0}
+    joins = {rank.rank: rank.happened("joining") for rank in evidence.ranks.values() if rank.alive}
+    latest = max(map(len, joins.values()), default=0)
+    # A rank that has joined less often takes no part, or comes later: it joins another world.
+    sizes = {rank: _size_asked_for(asked[-1]) for rank, asked in joins.items() if asked and len(asked) == latest}
+    sizes = {rank: size for rank, size in sizes.items() if size > 0}
     if len(set(sizes.values())) < 2 or not any(wait.kind == "init" for wait in waits.values()):
         return None
     odd = _odd_ones(sizes)
@@ -54,15 +58,14 @@ def _world_sizes_differ(evidence: Evidence, waits: Mapping[int, Wait]) -> Findin
     )
 
 
-def _size_asked_for(rank: RankEvidence) -> int:
-    asked = rank.happened("joining")
-    size = asked[-1].get("world_size") if asked else None
+def _size_asked_for(asked: Mapping[str, Any]) -> int:
+    size = asked.get("world_size")
     return size if isinstance(size, int) else 0
 
 
 def _groups_in_another_order(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding | None:
     """new_group is a call of all ranks, members or not: the n-th one makes the same group on each of them."""
-    made = {rank.rank: _groups_made(rank) for rank in evidence.ranks.values() if rank.complete}
+    made = {rank.rank: _made_by_all(rank) for rank in evidence.ranks.values() if rank.complete}
     for number in range(max(map(len, made.values()), default=0)):
         calls = {rank: groups[number] for rank, groups in made.items() if len(groups) > number}
         members = {rank: crumb.detail for rank, crumb in calls.items()}
@@ -71,16 +74,11 @@ def _groups_in_another_order(evidence: Evidence, waits: Mapping[int, Wait]) -> F
     return None
 
 
-def _groups_made(rank: RankEvidence) -> list[Crumb]:
-    return [
-        crumb
-        for crumb in rank.crumbs
-        if crumb.phase == "init"
-        and crumb.event == "begin"
-        and crumb.op == "new_group"
-        and crumb.detail != "init_process_group"
-        and MEMBERS_ONLY not in crumb.detail
-    ]
+def _made_by_all(rank: RankEvidence) -> list[Crumb]:
+    """Those that can be numbered: of a long history the middle is left out, and what follows it has lost its number."""
+    whole = list(takewhile(lambda pair: pair[1].seq - pair[0].seq <= 1, pairwise(rank.crumbs)))
+    unbroken = [*rank.crumbs[:1], *(crumb for _, crumb in whole)]
+    return [crumb for crumb in groups_made(unbroken) if crumb.detail != "init_process_group"]
 
 
 def _another_order(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
-_WORDS = re.compile(r"rank|is_(local_)?(main|master|leader|chief)|main_process|(process|global)_zero|primary", re.I)
+_WORDS = re.compile(
+    r"(?<!lora_)(?<!low_)rank(?!ing|ed)|is_(local_)?(main|master|leader|chief)|main_process|(process|global)_zero|primary",
+    re.I,
+)
 _STARTERS = frozenset({"spawn", "start_processes", "notebook_launcher"})
 _CONVERSIONS = frozenset({"int", "bool", "str", "abs"})
 _MOST_ROUNDS = 4  # r = get_rank(); first = r == 0; quiet = not first; …
@@ -14,12 +18,27 @@ _MOST_ROUNDS = 4  # r = get_rank(); first = r == 0; quiet = not first; …
 
 def asks_for_the_rank(test: ast.expr, tree: ast.Module) -> bool:
     """Whether a condition depends on which rank runs it."""
+    if _asks_whether_it_is_set(test):
+        return False
     if _WORDS.search(ast.unparse(test)):
         return True
     known = names_of_the_rank(tree)
     return any(isinstance(node, ast.Name) and node.id in known for node in ast.walk(test))
 
 
+def _asks_whether_it_is_set(test: ast.expr) -> bool:
+    """`rank is None`, `"RANK" in os.environ`, `local_rank != -1`: the same answer on all ranks."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _asks_whether_it_is_set(test.operand)
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return False
+    (how,), (what,) = test.ops, test.comparators
+    if isinstance(how, (ast.In, ast.NotIn)):
+        return isinstance(test.left, ast.Constant)
+    return ast.unparse(what) in ("None", "-1")
+
+
+@lru_cache(maxsize=32)
 def names_of_the_rank(tree: ast.Module) -> frozenset[str]:
     """Names that hold a rank or a question about it, whatever they are called.
 

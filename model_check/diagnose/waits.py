@@ -7,6 +7,7 @@ A circle of firm waits cannot resolve itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +15,7 @@ from typing import Literal
 from model_check.diagnose.evidence import Evidence, RankEvidence, is_async
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable, is_issue
-from model_check.rundir.ring import Crumb
+from model_check.rundir.ring import MEMBERS_ONLY, Crumb
 
 # Phases of the main thread in which an asynchronous collective that was started earlier may be what it waits for.
 _MAY_DRAIN = frozenset({"backward", "forward", "optimizer", "step", "eval", "exit"})
@@ -57,8 +58,7 @@ def _wait_of(evidence: Evidence, rank: RankEvidence, tables: Mapping[str, GroupT
         missing = [r for r in table.missing(crumb.collective_seq) if r != rank.rank]
         return _wait(rank, "collective", missing, crumb, firm=True)
     if crumb.phase == "init" and rank.joined:
-        behind = [r for r in evidence.all_ranks if r != rank.rank and _groups_made(evidence.of(r)) < _groups_made(rank)]
-        return _wait(rank, "init", behind, crumb, firm=False)
+        return _wait(rank, "init", _behind(evidence, rank, crumb), crumb, firm=False)
     if crumb.phase == "init":
         absent = [
             r
@@ -69,9 +69,24 @@ def _wait_of(evidence: Evidence, rank: RankEvidence, tables: Mapping[str, GroupT
     return None
 
 
-def _groups_made(rank: RankEvidence) -> int:
-    """new_group is called by all ranks, members or not."""
-    return sum(1 for c in rank.crumbs if c.phase == "init" and c.event == "begin")
+def _behind(evidence: Evidence, rank: RankEvidence, crumb: Crumb) -> list[int]:
+    """Who has not come to this group yet: of all ranks, or of its members where they make it alone."""
+    others = [evidence.of(number) for number in evidence.all_ranks if number != rank.rank]
+    if MEMBERS_ONLY in crumb.detail:
+        members = {int(number) for number in re.findall(r"\d+", crumb.detail)}
+        own = _times(rank, crumb.detail)
+        return [other.rank for other in others if other.rank in members and _times(other, crumb.detail) < own]
+    own = len(groups_made(rank.crumbs))
+    return [other.rank for other in others if len(groups_made(other.crumbs)) < own]
+
+
+def _times(rank: RankEvidence, detail: str) -> int:
+    return sum(1 for c in rank.crumbs if c.phase == "init" and c.event == "begin" and c.detail == detail)
+
+
+def groups_made(crumbs: Iterable[Crumb]) -> list[Crumb]:
+    """Calls that all ranks make, members or not: init_process_group, and new_group but for what members make alone."""
+    return [c for c in crumbs if c.phase == "init" and c.event == "begin" and MEMBERS_ONLY not in c.detail]
 
 
 def _in_init(rank: RankEvidence) -> bool:

@@ -8,10 +8,12 @@ their sums; the rank that does not is named. It is off by default: a check costs
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -93,17 +95,21 @@ class GradientCheck:
         """Two numbers of each parameter's gradient, of every rank: its norm, and the mean taken to the same measure."""
         self._train_step.optimizer.zero_grad(set_to_none=True)
         with as_it_was(self._model, RandomState.capture(self._train_step.place.device)):
-            torch.manual_seed(step)
+            self._make_alike(step)
             self._passes.accumulate([batch], lambda loss: loss)
-        own = torch.stack(
-            [
-                torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32), g.float().sum() / math.sqrt(g.numel())])
-                for g in (p.grad if p.grad is not None else p.new_zeros(1) for p in self._parameters())
-            ]
-        )
+        own = torch.stack([_norm_and_sum(p.grad if p.grad is not None else p.new_zeros(1)) for p in self._parameters()])
         everybody = [torch.empty_like(own) for _ in range(self._train_step.place.world_size)]
         dist.all_gather(everybody, own)
         return torch.stack(everybody).cpu().nan_to_num(nan=math.inf)
+
+    @torch.no_grad()
+    def _make_alike(self, step: int) -> None:
+        """What replicas may rightly differ in: their random numbers, and buffers that follow each one's own data."""
+        torch.manual_seed(step)
+        random.seed(step)
+        np.random.seed(step)
+        for buffer in self._model.buffers():
+            dist.broadcast(buffer, src=_FIRST)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self._model.parameters() if p.requires_grad]
@@ -147,6 +153,12 @@ class GradientCheck:
             self._say(
                 f"[MC411] step {step}: the gradients of rank {whose} differ by {found.by:.2g} in {found.parameter}"
             )
+
+
+def _norm_and_sum(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = (torch.view_as_real(values) if values.is_complex() else values).float()
+    return torch.stack([torch.linalg.vector_norm(values), values.sum() / math.sqrt(max(1, gradient.numel()))])
 
 
 def _distance(ranks: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:

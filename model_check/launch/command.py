@@ -10,6 +10,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -59,7 +60,11 @@ def run_command(argv: Sequence[str], *, run_dir: RunDir, env: dict[str, str], su
                 f"{argv[0]} cannot be started: {error.strerror}", remedy="check the command after --"
             ) from error
         supervisor.journal.write(
-            "job_started", command=redact_argv(argv, os.environ), launcher_pid=os.getpid(), command_pid=process.pid
+            "job_started",
+            command=redact_argv(argv, os.environ),
+            launcher_pid=os.getpid(),
+            host=socket.gethostname(),
+            command_pid=process.pid,
         )
         return _CommandJob(process, run_dir, supervisor).run()
 

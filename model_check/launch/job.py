@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -185,7 +186,13 @@ def _supervise(
         local_addr=placement.hosts.local_addr,
         entrypoint="model-check",
     )
-    journal.write("job_started", nproc=placement.nproc, hosts=placement.hosts.count, launcher_pid=os.getpid())
+    journal.write(
+        "job_started",
+        nproc=placement.nproc,
+        hosts=placement.hosts.count,
+        launcher_pid=os.getpid(),
+        host=socket.gethostname(),
+    )
     agent = RankAgent(
         spec,
         nursery=nursery,

@@ -7,6 +7,7 @@ copied to. So the launcher lives only where a process of that pid began before i
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ class Watch:
 
     alive: bool
     last_time: float
+    elsewhere: str = ""  # the host it is on, where that is not this one: nobody here can tell whether it lives
 
 
 def watch_of(run_dir: RunDir) -> Watch | None:
@@ -33,7 +35,10 @@ def watch_of(run_dir: RunDir) -> Watch | None:
     if signed is None:
         return None
     last = records[-1]
-    return Watch(last.get("event") != "job_ended" and _signed_by_a_living(signed), _number(last.get("time")))
+    host = str(signed.get("host") or "")
+    elsewhere = host if host not in ("", socket.gethostname()) else ""
+    alive = not elsewhere and last.get("event") != "job_ended" and _signed_by_a_living(signed)
+    return Watch(alive, _number(last.get("time")), elsewhere)
 
 
 def _signed_by_a_living(signed: dict[str, Any]) -> bool:

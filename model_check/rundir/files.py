@@ -48,9 +48,13 @@ class JsonlWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._torn = False  # the disk was full in the middle of a record
 
     def write(self, record: dict[str, Any]) -> None:
-        os.write(self._fd, _dumps(record))
+        line = _dumps(record)
+        if self._torn:
+            line = b"\n" + line  # the half line before it is lost; this one is not
+        self._torn = os.write(self._fd, line) < len(line)
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -44,6 +44,21 @@ def test_ranks_that_have_left_before_the_line(tmp_path, source, test):
     assert branch is not None and branch.test == test and branch.site.endswith("script.py:2")
 
 
+@pytest.mark.parametrize(
+    "check",
+    [
+        "if rank >= torch.cuda.device_count():\n    raise SystemExit",
+        "if 'RANK' not in os.environ:\n    return single()",
+        "if rank is None:\n    return",
+        "if local_rank != -1:\n    return",
+        "if lora_rank <= 0:\n    return model",
+    ],
+)
+def test_a_check_that_all_ranks_pass_has_let_nobody_leave(tmp_path, check):
+    source = f"{check}\nbarrier()\n"
+    assert rank_branch(at(tmp_path, source, 3)) is None
+
+
 def test_a_rank_that_only_does_something_first_has_not_left(tmp_path):
     assert (
         rank_branch(at(tmp_path, "if rank == 0:\n    save()\nif rank:\n    return\nelse:\n    a()\nbarrier()\n", 7))

@@ -40,6 +40,28 @@ def test_ranks_that_meet_in_one_world_are_only_slow(stage):
     assert stage.first().code == "MC220"
 
 
+def test_a_smaller_world_that_some_ranks_join_later_is_no_other_size(stage):
+    actors = stage.ranks(4)
+    for actor in actors:
+        actor.event("joining", world_size=4)
+    stage.train(6)
+    asks_for(actors[0], 2)
+    stage.stall()
+    assert "MC106" not in [finding.code for finding in stage.findings()]
+
+
+def test_groups_are_numbered_only_as_far_as_every_record_is_there(stage):
+    a, b = stage.ranks(2)
+    for actor in (a, b):
+        for number in range(300):
+            makes(actor, f"ranks {number}", 14)
+            for _ in range(9 if actor is a else 8):
+                actor.end(actor.begin("data", 20), "data")
+    a.collective("all_reduce", 40, open=True)
+    stage.stall()
+    assert "MC201" not in [finding.code for finding in stage.findings()]
+
+
 def test_groups_made_in_another_order(stage):
     a, b, c, d = stage.ranks(4)
     for actor in (a, b, d):

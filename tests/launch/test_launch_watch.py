@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from model_check.cli.main import main
@@ -19,6 +20,10 @@ from model_check.rundir import RunDir
 
 # In the interpreter's own words, so that the ranks need no torch and start at once.
 _RANK = "import time\nprint('up', flush=True)\ntime.sleep(100)\n"
+
+
+# On the clock that records have. A launcher that signed before this process began had its pid before us.
+_STARTED = psutil.Process().create_time() - time.time() + time.monotonic()
 
 
 def _signed(folder: Path, *more: dict[str, Any], **launcher: Any) -> RunDir:
@@ -41,7 +46,7 @@ def test_a_living_launcher_watches_until_it_writes_the_end(tmp_path: Path) -> No
     "launcher",
     [
         {"launcher_pid": 2**22 - 1},
-        {"t": time.monotonic() - 1e6, "time": time.time() - 1e6, "launcher_pid": os.getpid()},  # the pid was reused
+        {"t": _STARTED - 10, "time": time.time() - time.monotonic() + _STARTED - 10, "launcher_pid": os.getpid()},
         {"time": time.time() - 3600.0, "launcher_pid": os.getpid()},  # another boot, or another machine
         {"launcher_pid": "1"},
         {"t": 1e300, "time": None, "launcher_pid": os.getpid()},

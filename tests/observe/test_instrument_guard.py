@@ -15,7 +15,7 @@ from observed_runs import Runner
 
 from model_check.errors import NumericsError
 from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE
-from model_check.observe.instrument.guard import Guard
+from model_check.observe.instrument.guard import Guard, _size
 from model_check.observe.instrument.readings import reading_of
 from model_check.observe.instrument.replicas import _Copies, bit_sum
 from model_check.rundir import RunDir, read_jsonl
@@ -284,3 +284,22 @@ def test_every_parameter_has_its_turn() -> None:
     copies = _Copies(Wrapped())
     names = {piece.name for _ in range(4) for piece in copies.take_turn()}
     assert names == {name for name, _ in Wrapped.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(3).to_sparse(),
+        torch.zeros(0),
+        torch.ones(3, dtype=torch.bfloat16),
+    ],
+    ids=["complex", "sparse", "empty", "half"],
+)
+def test_gradients_of_every_kind_are_looked_at_or_left_alone(gradient: torch.Tensor) -> None:
+    parameter = torch.nn.Parameter(torch.zeros_like(gradient.to_dense()))
+    parameter.grad = gradient
+    size = _size(parameter)
+    looked_at = gradient.layout is torch.strided and gradient.numel() > 0
+    assert (size is not None) == looked_at
+    assert size is None or size.value() == pytest.approx(math.sqrt(3), rel=1e-2)

@@ -86,3 +86,9 @@ def test_half_a_surrogate_does_not_keep_a_record_from_its_file(tmp_path) -> None
     write_json_atomic(tmp_path / "verdict.json", {"location": "caf\udce9.py:3"})
     assert [r["event"] for r in read_jsonl(tmp_path / "events.jsonl").records] == ["one", "two"]
     assert read_json(tmp_path / "verdict.json") == {"location": "caf?.py:3"}
+
+
+def test_what_atexit_prints_is_no_exit_of_the_scripts(run: Runner) -> None:
+    seen = run("import atexit, sys\natexit.register(print, 'done', file=sys.stderr)\n")
+    assert seen.codes == [0]
+    assert [(event["code"], event["via"]) for event in seen.events("exit")] == [(0, "return")]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from observed_runs import Runner
+
+from model_check.observe.instrument.joining import _members
 
 SCRIPT = """\
 import torch
@@ -16,6 +21,7 @@ dist.all_reduce(x, dist.ReduceOp.MIN)
 dist.reduce(x, 0, dist.ReduceOp.PRODUCT)
 dist.broadcast_object_list([1, "two", None], src=0)
 dist.new_group([0])
+dist.new_group((0,), sort_ranks=False)
 dist.new_group([0], use_local_synchronization=True)
 dist.destroy_process_group()
 """
@@ -28,7 +34,7 @@ def test_the_terms_of_a_call_are_written_down(run: Runner) -> None:
     assert reductions == ["ranks 0", "", "by max", "by min", "by product"], "a group's first record names its members"
     assert [c.shape for c in seen.crumbs(event="begin", op="broadcast_object")] == [(3,)]
     made = [c.detail for c in seen.crumbs(event="begin", phase="init")]
-    assert made == ["init_process_group", "ranks 0", "ranks 0, members only"]
+    assert made == ["init_process_group", "ranks 0", "ranks 0", "ranks 0, members only"]
     assert [e["world_size"] for e in seen.events("joining")] == [1]
     assert seen.events("recording_failed") == []
 
@@ -43,3 +49,16 @@ def test_a_size_that_the_script_names_itself_goes_before_the_environment(run: Ru
     )
     assert seen.codes == [0], seen.errors
     assert [e["world_size"] for e in seen.events("joining")] == [1]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        (([1, 0],), {}, "ranks 0,1"),
+        ((), {"ranks": (2, 1), "sort_ranks": False}, "ranks 2,1"),
+        (([3, 1], None, None, None, True), {}, "ranks 1,3, members only"),
+        ((), {}, "all ranks"),
+    ],
+)
+def test_a_group_is_named_as_torch_orders_it(args: tuple[Any, ...], kwargs: dict[str, Any], said: str) -> None:
+    assert _members(args, kwargs) == said

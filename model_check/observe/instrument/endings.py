@@ -56,6 +56,8 @@ class _Ending:
     def interpreter_says(self, text: str) -> None:
         """Words of the interpreter's own, after the script's last line: those of a SystemExit that nobody caught."""
         on_main = threading.current_thread() is threading.main_thread()
+        if getattr(threading, "_SHUTTING_DOWN", False):
+            return  # an atexit handler made of C code, `print` itself say: the script is over
         if BOX.recorder is not None and on_main and self.exit_call is None and self.exception is None and text.strip():
             self.exit_call = {"code": 1, "via": "SystemExit", "message": shown(text)}
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from model_check.errors import NumericsError
 from model_check.observe.instrument.blame import Hit, report_of
@@ -59,7 +60,7 @@ class _Probed:
 
     @classmethod
     def of(cls, optimizer: Any) -> _Probed:
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not is_lazy(p)]
         # The smallest of the first few (a bias, a norm) sums over every sample, and is read at the smallest price.
         return cls(tuple(sorted(trained[:_FIRST_FEW], key=lambda p: int(p.numel()))[:1]), trained)
 
@@ -69,7 +70,7 @@ def _size(parameter: Any) -> Reading | None:
     gradient = local(parameter.grad)
     if gradient is None or not (numbers := gradient.numel()):
         return None
-    if gradient.is_cpu and gradient.dim() == 1 and numbers <= _FEW:
+    if gradient.is_cpu and gradient.dim() == 1 and numbers <= _FEW and gradient.is_floating_point():
         return Reading(math.hypot(*gradient.tolist()))  # operations of torch's cost more than so few numbers
     part = gradient.detach() if numbers <= _SMALL else gradient.detach().reshape(-1)[:_SMALL]
     return reading_of(torch.linalg.vector_norm(part, dtype=_WIDE.get(part.dtype)))

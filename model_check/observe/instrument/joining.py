@@ -23,6 +23,7 @@ from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.groups import GROUPS
 from model_check.observe.instrument.spans import spanned
 from model_check.observe.service import Service
+from model_check.rundir.ring import MEMBERS_ONLY
 
 _JOINING = SpanKind("init", "new_group")
 
@@ -201,6 +202,11 @@ def _group_made(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _members(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     ranks = args[0] if args else kwargs.get("ranks")
-    members = f"ranks {','.join(map(str, ranks))}" if isinstance(ranks, (list, tuple, range)) else "all ranks"
+    if isinstance(ranks, (list, tuple, range)):
+        # torch sorts them too, unless it is told not to: [1, 0] and [0, 1] are one group.
+        as_given = kwargs.get("sort_ranks", args[7] if len(args) > 7 else True) is False
+        members = f"ranks {','.join(map(str, ranks if as_given else sorted(ranks)))}"
+    else:
+        members = "all ranks"
     alone = args[4] if len(args) > 4 else kwargs.get("use_local_synchronization")
-    return f"{members}, members only" if alone is True else members
+    return f"{members}, {MEMBERS_ONLY}" if alone is True else members

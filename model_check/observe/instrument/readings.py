@@ -21,7 +21,7 @@ def local(tensor: Any) -> torch.Tensor | None:
         tensor = getattr(tensor, "_local_tensor", None)  # a DTensor: its operations would be collectives
         if type(tensor) not in _PLAIN:
             return None
-    return tensor if (tensor.is_cpu or tensor.is_cuda) and not tensor.is_sparse else None
+    return tensor if (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided else None
 
 
 def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
@@ -56,7 +56,7 @@ class Reading:
         held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         held.copy_(tensor.detach(), non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(tensor.device))  # the script may not have chosen its device
         return cls(held, done)
 
     @property
@@ -91,4 +91,7 @@ def norms_of(tensors: list[torch.Tensor]) -> Reading | None:
 
 
 def _capturing(tensor: torch.Tensor) -> bool:
-    return not tensor.is_cpu and torch.cuda.is_current_stream_capturing()
+    if tensor.is_cpu:
+        return False
+    with torch.cuda.device(tensor.device):
+        return bool(torch.cuda.is_current_stream_capturing())
