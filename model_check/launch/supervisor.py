@@ -174,13 +174,20 @@ class Supervisor:
         try:
             return self._turn()
         except OSError as error:
-            self._say_trouble(error)
+            self._say_trouble(error, "the job goes on without a watch")
             return None
 
-    def _say_trouble(self, error: OSError) -> None:
+    def _write(self, verdict: Verdict) -> None:
+        """What cannot be written is still known, and shown."""
+        try:
+            verdict.write(self._run_dir.verdict)
+        except OSError as error:
+            self._say_trouble(error, "the verdict is only shown")
+
+    def _say_trouble(self, error: OSError, what_then: str) -> None:
         if not self._in_trouble:
             self._in_trouble = True
-            self._say(f"the run directory cannot be used ({error}); the job goes on without a watch")
+            self._say(f"the run directory cannot be used ({error}); {what_then}")
 
     def _turn(self) -> EndJob | None:
         now = time.monotonic()
@@ -211,10 +218,7 @@ class Supervisor:
         if outcome == "failed" and exits is not None:
             exit_code = self._code_of_the_guilty(exits, exit_code)
         self.verdict = replace(self.verdict, outcome=outcome, exit_code=exit_code)
-        try:
-            self.verdict.write(self._run_dir.verdict)
-        except OSError as error:
-            self._say_trouble(error)
+        self._write(self.verdict)
         for rank in self._ranks.values():
             rank.pulse.close()
         self._gather.close()
@@ -390,7 +394,7 @@ class Supervisor:
         changed = verdict.to_json() != self.verdict.to_json()
         self.verdict = verdict
         if changed or not self._run_dir.verdict.exists():
-            verdict.write(self._run_dir.verdict)
+            self._write(verdict)
         if live and not self._crashed:  # after a crash the last word is a second away
             self.announcements.tell(verdict, now - self._stall.since if self._stall is not None else 0.0)
 
@@ -445,4 +449,4 @@ class Supervisor:
         """The stall has outlived its patience: what was a warning is now why the job ends."""
         if self.verdict.findings and self.verdict.findings[0].severity == "warning":
             self.verdict.findings[0].severity = "error"
-            self.verdict.write(self._run_dir.verdict)
+            self._write(self.verdict)

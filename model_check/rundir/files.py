@@ -99,8 +99,12 @@ def write_json_atomic(path: Path, value: Any) -> None:
     """Readers see the old file or the new one, never a part of either."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_bytes(_dumps(value, indent=2))
-    scratch.replace(path)
+    try:
+        scratch.write_bytes(_dumps(value, indent=2))
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path) -> Any | None:

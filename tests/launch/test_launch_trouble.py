@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from model_check.launch.supervisor import Supervisor
+from model_check.rundir import RunDir, Verdict
 from tests.conftest import Shell
 
 SCRIPT = """\
@@ -27,3 +31,14 @@ def test_a_verdict_that_cannot_be_written_is_said_and_the_job_goes_on(shell: She
     assert done.out.count("fine") == 2
     assert "the run directory cannot be used" in done.err
     assert "Traceback" not in done.err
+
+
+def test_the_last_verdict_that_cannot_be_written_is_said_and_returned(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    run_dir.verdict.mkdir()
+    said: list[str] = []
+    supervisor = Supervisor(run_dir, lambda _, live: Verdict(), say=said.append, show=said.append)
+    assert supervisor.finish("completed", (), 0).outcome == "completed"
+    (line,) = said
+    assert line.startswith("the run directory cannot be used") and line.endswith("the verdict is only shown")
+    assert not list(run_dir.root.glob(".verdict*")), "nothing half-written is left"
