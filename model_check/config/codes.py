@@ -40,6 +40,7 @@ LAYOUT_PRECISION = "MC855"
 LAYOUT_WITHOUT_FSDP = "MC856"
 CONTEXT_NOT_DIVISIBLE = "MC857"
 STATES_NEED_WHOLE = "MC858"
+NEEDS_REPLICAS = "MC859"
 
 MEANINGS: dict[str, str] = {
     FILE_UNREADABLE: "a configuration file cannot be read",
@@ -80,4 +81,5 @@ MEANINGS: dict[str, str] = {
     LAYOUT_WITHOUT_FSDP: "a key of the fsdp section asks for something the strategy cannot do",
     CONTEXT_NOT_DIVISIBLE: "sequences cannot be cut over that many context ranks",
     STATES_NEED_WHOLE: "8-bit optimizer states go with whole parameters, and the layout cuts them",
+    NEEDS_REPLICAS: "a setting needs the whole model on every rank, or a second rank, and the layout has none",
 }

@@ -170,8 +170,50 @@ def _strategy_problems(config: Config) -> list[Problem]:
     return problems
 
 
+def replica_problems(config: Config, world_size: int) -> list[Problem]:
+    """What needs a whole model on every rank. Where the strategy is `auto`, the ranks check what it came to."""
+    cuts = _cuts(config)
+    problems = []
+    every = config.debug.verify_gradients
+    held = "one rank has no peer" if world_size == 1 else f"{cuts[0]} keeps them in shards" if cuts else ""
+    if every and held:
+        problems.append(
+            Problem(
+                codes.NEEDS_REPLICAS,
+                "debug.verify_gradients",
+                f"debug.verify_gradients={every} compares replicas, and {held}",
+                "set parallel.strategy=ddp with two ranks or more, or debug.verify_gradients=0",
+            )
+        )
+    if config.training.oom_retry and cuts and world_size > 1:
+        problems.append(
+            Problem(
+                codes.NEEDS_REPLICAS,
+                "training.oom_retry",
+                f"training.oom_retry=true repeats a step on one rank alone, and {cuts[0]} keeps parameters in shards",
+                "set parallel.strategy=ddp, or training.oom_retry=false and a smaller training.batch_size",
+            )
+        )
+    return problems
+
+
 def _state_problems(config: Config) -> list[Problem]:
     """Moments of 8 bits are scaled in blocks of a tensor; those of a shard would say nothing to another layout."""
+    cuts = _cuts(config)
+    if config.training.optimizer_states != "8bit" or not cuts:
+        return []
+    return [
+        Problem(
+            codes.STATES_NEED_WHOLE,
+            "training.optimizer_states",
+            f"training.optimizer_states=8bit needs whole parameters, and {cuts[0]} keeps them in shards",
+            "set it to bf16, or the layout to parallel.strategy=ddp alone",
+        )
+    ]
+
+
+def _cuts(config: Config) -> list[str]:
+    """The settings that leave a rank with a part of each parameter only."""
     parallel = config.parallel
     cuts = [
         f"parallel.{name}={size}"
@@ -186,13 +228,4 @@ def _state_problems(config: Config) -> list[Problem]:
         cuts.insert(0, f"parallel.strategy={parallel.strategy}")
     elif config.fsdp.cpu_offload:
         cuts.insert(0, "fsdp.cpu_offload=true")
-    if config.training.optimizer_states != "8bit" or not cuts:
-        return []
-    return [
-        Problem(
-            codes.STATES_NEED_WHOLE,
-            "training.optimizer_states",
-            f"training.optimizer_states=8bit needs whole parameters, and {cuts[0]} keeps them in shards",
-            "set it to bf16, or the layout to parallel.strategy=ddp alone",
-        )
-    ]
+    return cuts

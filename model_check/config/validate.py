@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from model_check.config import codes
-from model_check.config.layouts import layout_problems, shard_problems
+from model_check.config.layouts import layout_problems, replica_problems, shard_problems
 from model_check.config.resolve import base_shape, may_be_hub_id, size_problems
 from model_check.errors import Problem, UsageError
 
@@ -197,7 +197,7 @@ def check_world(config: Config, world_size: int) -> list[Problem]:
                 f"start {group} ranks or a multiple of it, or lower parallel.tensor, pipeline or context",
             )
         ]
-    problems = shard_problems(config, config.data_parallel(world_size))
+    problems = [*shard_problems(config, config.data_parallel(world_size)), *replica_problems(config, world_size)]
     if training.global_batch is None or problems:
         return problems
     unit = training.batch_size * config.data_parallel(world_size)

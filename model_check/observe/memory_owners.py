@@ -63,7 +63,7 @@ def _claim(owners: dict[int, Owner], value: Any, category: str, name: str) -> No
     try:
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return  # a tensor subclass without memory of its own
     if address and size:
         owners.setdefault(address, Owner(category, name, size))

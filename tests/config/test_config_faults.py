@@ -304,11 +304,38 @@ def test_an_unknown_key_does_not_show_its_value() -> None:
         ),
         (["training.global_batch=64", "training.batch_size=4", "training.grad_accum_nums=2"], 8, []),
         ([], 7, []),
+        (
+            ["debug.verify_gradients=5"],
+            1,
+            [
+                "debug.verify_gradients=5 compares replicas, and one rank has no peer; set parallel.strategy=ddp with "
+                "two ranks or more, or debug.verify_gradients=0"
+            ],
+        ),
+        (
+            ["training.oom_retry=true", "parallel.strategy=fsdp"],
+            2,
+            [
+                "training.oom_retry=true repeats a step on one rank alone, and parallel.strategy=fsdp keeps parameters "
+                "in shards; set parallel.strategy=ddp, or training.oom_retry=false and a smaller training.batch_size"
+            ],
+        ),
+        (["training.oom_retry=true", "parallel.strategy=fsdp"], 1, []),
+        (["debug.verify_gradients=5", "training.oom_retry=true", "parallel.strategy=ddp"], 2, []),
     ],
 )
 def test_the_number_of_ranks(overrides: list[str], world_size: int, expected: list[str]) -> None:
     config = load_config(preset="debug", overrides=overrides)
     assert [str(problem) for problem in check_world(config, world_size)] == expected
+
+
+def test_what_needs_replicas_is_said_of_each_setting() -> None:
+    overrides = ["debug.verify_gradients=5", "training.oom_retry=true", "parallel.tensor=2"]
+    problems = check_world(load_config(preset="debug", overrides=overrides), 2)
+    assert [(problem.code, problem.key) for problem in problems] == [
+        ("MC859", "debug.verify_gradients"),
+        ("MC859", "training.oom_retry"),
+    ]
 
 
 def test_a_global_batch_that_contradicts_the_accumulation() -> None:
