@@ -48,7 +48,6 @@ _TIDY_END = (
     "the work of the script is done; what it wrote before its end is whole",
 )
 _UNFLUSHED = 120  # the interpreter's own word: what was printed last could not be written
-UNSEEN_EXIT = "SystemExit"  # raised and not called: seen from inside, the rank only returns
 _NOBODY = "observed: the launcher did not send it, and no memory kill is on record; the sender is not known"
 
 
@@ -352,11 +351,12 @@ def _exit_code_finding(
     code = end.code if end is not None else None
     exits = rank.happened("exit")
     via = str(exits[-1].get("via") or "") if exits else ""
-    if via == "return" and code and code != _UNFLUSHED:
-        via = UNSEEN_EXIT  # it called no exit and left with a code all the same
+    # It called no exit and left with a code all the same: what is raised and not called is not seen from inside.
+    guessed = via == "return" and bool(code) and code != _UNFLUSHED
+    via = "" if guessed else via
     words = str(exits[-1].get("message") or "").split("\n")[0][:160] if exits else ""
     last = rank.last_site()
-    raising = only_system_exit(last, code) if via == UNSEEN_EXIT and last is not None else None
+    raising = only_system_exit(last, code) if (guessed or via == "SystemExit") and last is not None else None
     frame = (user_frame(exits[-1]) if exits else None) or raising or last
     missed = bool(victims) or _others_go_on(evidence, rank)
     swallowed = last_swallowed(evidence, rank.rank)
@@ -375,6 +375,7 @@ def _exit_code_finding(
         frame=frame,
         evidence=[
             f"observed: {ranks_text(ranks)} exited with code {code}" + (f" through {via}" if via else ""),
+            *(["inferred: it raised SystemExit, since it called no exit and no exception was left"] if guessed else []),
             *([f"inferred: {raising.site} is the only `raise SystemExit` of that file"] if raising else []),
             *facts,
         ],

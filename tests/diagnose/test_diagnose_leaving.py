@@ -32,8 +32,9 @@ def test_a_raised_system_exit_looks_like_a_return_until_the_process_has_ended(st
     finding = verdict.findings[0]
     assert (finding.code, finding.ranks, finding.victims) == ("MC313", [1], [0]) and stage.line(finding) == 12
     assert finding.title == "rank 1 exited with code 3 without an exception"
-    assert finding.evidence[0] == "observed: rank 1 exited with code 3 through SystemExit"
-    assert "12 is the only `raise SystemExit` of that file" in finding.evidence[1]
+    assert finding.evidence[0] == "observed: rank 1 exited with code 3"
+    assert finding.evidence[1].startswith("inferred: it raised SystemExit")
+    assert "12 is the only `raise SystemExit` of that file" in finding.evidence[2]
 
 
 def test_of_two_places_that_raise_system_exit_none_is_named(stage):
