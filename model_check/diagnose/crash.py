@@ -20,6 +20,7 @@ from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import LAST_RECORDED, PLACED_BY_RECORD, make_finding, waiting_text
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
+from model_check.diagnose.joining import met_the_wrong_members
 from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
 from model_check.diagnose.raised import (
     last_swallowed,
@@ -417,6 +418,9 @@ def _only_victims(
     facts = [f"observed: rank {first.rank.rank} lost its peer: {text}", *waiting_text(waits, waiting)]
     if gone:
         return [departed_finding(evidence, tables, gone, victims, facts)]
+    apart = met_the_wrong_members(evidence, victims, facts)
+    if apart is not None:
+        return [apart]
     held_up = gave_up_finding(evidence, tables, first.rank.rank, first.exception or {}, victims, waits)
     if held_up is not None:
         return [held_up]

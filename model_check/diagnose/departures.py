@@ -9,6 +9,7 @@ from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable, Issue, is_issue
+from model_check.diagnose.joining import met_the_wrong_members
 from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding, user_frame
 from model_check.diagnose.uneven import short_of_data, uneven_finding
 from model_check.diagnose.victims import is_store_loss
@@ -19,6 +20,9 @@ def departed_finding(
     evidence: Evidence, tables: Sequence[GroupTable], gone: Sequence[int], victims: Sequence[int], facts: list[str]
 ) -> Finding:
     """Why ranks that ended without an error are missed by the others."""
+    apart = met_the_wrong_members(evidence, victims, [*_exit_facts(evidence, gone), *facts])
+    if apart is not None:
+        return apart
     first = min((evidence.of(rank) for rank in gone), key=lambda r: r.exit.t if r.exit is not None else 0.0)
     swallowed = last_swallowed(evidence, first.rank)
     if swallowed is not None:

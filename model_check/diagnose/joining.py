@@ -6,13 +6,14 @@ init_process_group and new_group are met by number, like collectives: what the r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding, waiting_text
+from model_check.diagnose.issues import is_issue
 from model_check.diagnose.waits import Wait, groups_made
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
@@ -22,6 +23,16 @@ def joining_findings(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Find
     """What keeps ranks from meeting, while they wait to meet."""
     found = _world_sizes_differ(evidence, waits) or _groups_in_another_order(evidence, waits)
     return [found] if found is not None else []
+
+
+def met_the_wrong_members(evidence: Evidence, bereft: Sequence[int], facts: Sequence[str]) -> Finding | None:
+    """A rank that is gone had no need of those it left behind: it met others under the number of their group.
+
+    Two ranks that are both the second of a group with one number race for its place there. The loser waits in
+    new_group for a peer that has long met the winner, does all its work with it and leaves.
+    """
+    found = _groups_in_another_order(evidence, {}, bereft=bereft, facts=facts)
+    return found if found is not None and found.severity == "error" else None
 
 
 def _world_sizes_differ(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding | None:
@@ -63,15 +74,24 @@ def _size_asked_for(asked: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) else 0
 
 
-def _groups_in_another_order(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding | None:
+def _groups_in_another_order(
+    evidence: Evidence, waits: Mapping[int, Wait], *, bereft: Sequence[int] = (), facts: Sequence[str] = ()
+) -> Finding | None:
     """new_group is a call of all ranks, members or not: the n-th one makes the same group on each of them."""
     made = {rank.rank: _made_by_all(rank) for rank in evidence.ranks.values() if rank.complete}
     for number in range(max(map(len, made.values()), default=0)):
         calls = {rank: groups[number] for rank, groups in made.items() if len(groups) > number}
         members = {rank: crumb.detail for rank, crumb in calls.items()}
         if len(set(members.values())) > 1:
-            return _another_order(evidence, waits, number, calls, members)
+            stuck = [rank for rank in waits if rank in calls and waits[rank].kind == "init"]
+            stuck += [rank for rank in bereft if rank in calls and _never_got_past(evidence.of(rank), calls[rank])]
+            known = [*waiting_text(waits, sorted(waits)), *facts]
+            return _another_order(evidence, number, calls, members, known, is_proven=bool(stuck))
     return None
+
+
+def _never_got_past(rank: RankEvidence, made: Crumb) -> bool:
+    return not any(crumb.seq > made.seq and is_issue(crumb) for crumb in rank.crumbs)
 
 
 def _made_by_all(rank: RankEvidence) -> list[Crumb]:
@@ -82,12 +102,17 @@ def _made_by_all(rank: RankEvidence) -> list[Crumb]:
 
 
 def _another_order(
-    evidence: Evidence, waits: Mapping[int, Wait], number: int, calls: dict[int, Crumb], members: dict[int, str]
+    evidence: Evidence,
+    number: int,
+    calls: dict[int, Crumb],
+    members: dict[int, str],
+    facts: Sequence[str],
+    *,
+    is_proven: bool,
 ) -> Finding:
     odd = _odd_ones(members)
     first = min(odd or calls)
     root = evidence.of(first).cwd
-    stuck_there = [rank for rank in waits if rank in calls and waits[rank].kind == "init"]
     blamed = [] if odd else ["inferred: nothing says which of these ranks is the wrong one, so none is blamed"]
     return make_finding(
         "MC201",
@@ -99,12 +124,12 @@ def _another_order(
         frame=frame_of(calls[first], root),
         evidence=[
             *_who_made_what(number, calls, members),
-            *waiting_text(waits, sorted(waits)),
+            *facts,
             *blamed,
             "inferred: ranks find each other by the number of the group, so some wait for members that are in another",
         ],
-        certainty="proven" if stuck_there else "observed",
-        severity="error" if stuck_there else "warning",
+        certainty="proven" if is_proven else "observed",
+        severity="error" if is_proven else "warning",
         phase="init",
         fix=(
             "call new_group for all groups on all ranks, members or not, in one order; then pick the own one",

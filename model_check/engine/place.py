@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from model_check.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,16 @@ class Place:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+
+def own_device(device: torch.device, rank: int) -> torch.device:
+    """`cuda` without a number is this rank's GPU: the one torchrun counts for it, or the one of its rank."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UsageError("device='cuda', and torch sees no GPU here", remedy="pass device='cpu'")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or rank) % count)
 
 
 def join(place: Place, *, backend: str | None, timeout_s: float, host_tensors: bool = False) -> None:

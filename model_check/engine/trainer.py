@@ -22,7 +22,7 @@ from model_check.config import Config, load_config
 from model_check.data import Cursor, prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
-from model_check.engine.place import Place, join
+from model_check.engine.place import Place, join, own_device
 from model_check.engine.profile import profiled
 from model_check.engine.saving import Saving, open_saver
 from model_check.engine.worker import Batches, assemble, fit, open_loader
@@ -100,7 +100,7 @@ class DDPTrainer:
                 {"training.grad_accum_nums": gradient_accumulation_steps, "training.global_batch": None},
                 "gradient_accumulation_steps",
             )
-        device = torch.device(device)
+        device = own_device(torch.device(device), rank)
         self.model = model
         self.config = config
         self.place = Place(rank, world_size, device, f"{'GPU' if device.type == 'cuda' else 'CPU'}{rank}")

@@ -9,8 +9,8 @@ backend (instrument.native), so those that C++ starts are counted too. Bytes are
 them: of an all-gather what comes out, of a reduce-scatter what goes in.
 
 On the CPU a call lasts from its issue to the moment its result is there, and overlap is the share of that time in which
-the main thread computed. On CUDA the duration is the device's own, by NCCL's events; what of it the computation hid
-only a trace can say (`--profile`), so overlap is None there.
+the main thread computed. On CUDA the duration is the device's own, by events around the call; what of it the
+computation hid only a trace can say (`--profile`), so overlap is None there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -129,6 +129,54 @@ class _Call(NamedTuple):
     cpu_start: float
 
 
+class _Timing(Protocol):
+    """How long the device was at one call."""
+
+    @property
+    def over(self) -> bool: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class _OnOwnStream:
+    """By the events that NCCL itself records around an asynchronous call."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    @property
+    def over(self) -> bool:
+        return bool(self._work.is_completed())
+
+    @property
+    def seconds(self) -> float:
+        return float(self._work._get_duration()) / 1e3
+
+
+class _OnStream:
+    """By events of ours around a call on the current stream."""
+
+    def __init__(self, begun: Any, ended: Any) -> None:
+        self._begun, self._ended = begun, ended
+
+    @property
+    def over(self) -> bool:
+        return bool(self._ended.query())
+
+    @property
+    def seconds(self) -> float:
+        return float(self._begun.elapsed_time(self._ended)) / 1e3
+
+
+def _event_now() -> Any:
+    """None while a graph is captured: what is captured runs later."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class CommunicationProfiler:
     """Counts and times collectives from its making until `close`. With `enabled=False` it does nothing at all."""
 
@@ -136,7 +184,7 @@ class CommunicationProfiler:
         self.enabled = enabled
         self._lock = threading.Lock()
         self._main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
-        self._on_device: deque[tuple[_Call, Any]] = deque()
+        self._on_device: deque[tuple[_Call, _Timing]] = deque()
         self._waited_for: dict[int, tuple[_Call, Any]] = {}
         self._timed_groups: set[str] = set()
         self._steps_of: int | None = None
@@ -146,7 +194,7 @@ class CommunicationProfiler:
         self.reset()
         if enabled:
             native.install()
-            native.listen(self._issued)
+            native.listen(self._issuing)
             self._restore_wait = _watch_waits(self._wait_over)
             self._hook = register_optimizer_step_post_hook(self._optimizer_stepped)
 
@@ -172,7 +220,7 @@ class CommunicationProfiler:
         """Stops counting; the stats stay."""
         if not self.enabled:
             return
-        native.stop_listening(self._issued)
+        native.stop_listening(self._issuing)
         if self._restore_wait is not None:
             self._restore_wait()
             self._restore_wait = None
@@ -207,9 +255,15 @@ class CommunicationProfiler:
                 collectives=kinds,
             )
 
-    # Seen at the dispatcher, right after a call was handed to its backend.
+    # Seen at the dispatcher, right before and right after a call is handed to its backend.
 
-    def _issued(self, op: str, tensor: Any, group: Any, start: float, result: Any) -> None:
+    def _issuing(self, op: str, tensor: Any, group: Any) -> Callable[[Any], None]:
+        on_device = _is_cuda(tensor) and "nccl" in dist.get_backend_config(group)
+        begun = _event_now() if on_device else None
+        start = time.perf_counter()
+        return lambda result: self._issued(op, tensor, group, start, begun, on_device, result)
+
+    def _issued(self, op: str, tensor: Any, group: Any, start: float, begun: Any, on_device: bool, result: Any) -> None:
         name, size = group.group_name, group.size()
         _GROUPS_SEEN.setdefault(name, group)
         nbytes = message_bytes(op, _nbytes(tensor), size)
@@ -219,8 +273,8 @@ class CommunicationProfiler:
             kind.bytes += nbytes
         call = _Call(kind, nbytes, nbytes * bus_factor(op, size), start, time.clock_gettime(self._main_clock))
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-        if _is_cuda(tensor) and "nccl" in dist.get_backend_config(group):
-            self._issued_on_device(call, work, group, name)
+        if on_device:
+            self._issued_on_device(call, work, begun, group, name)
             return
         try:
             future = work.get_future()
@@ -233,21 +287,32 @@ class CommunicationProfiler:
             return
         future.add_done_callback(lambda _: self._ended(call))
 
-    def _issued_on_device(self, call: _Call, work: Any, group: Any, name: str) -> None:
+    def _issued_on_device(self, call: _Call, work: Any, begun: Any, group: Any, name: str) -> None:
+        if work is None:
+            # A call that the script waits for runs on the script's own stream and leaves no Work.
+            self._pending(call, _OnStream(begun, _event_now()) if begun is not None else None)
+            return
         if name not in self._timed_groups:
             self._timed_groups.add(name)
             group._enable_collectives_timing()  # for the calls after this one
+            self._pending(call, None)
+            return
+        self._pending(call, _OnOwnStream(work))
+
+    def _pending(self, call: _Call, timing: _Timing | None) -> None:
+        """None: nothing will tell how long it took."""
+        if timing is None:
             with self._lock:
                 call.kind.untimed += 1
             return
-        self._on_device.append((call, work))
+        self._on_device.append((call, timing))
         if len(self._on_device) >= _MOST_PENDING:
             self._collect_from_device()
 
     def _collect_from_device(self) -> None:
-        while self._on_device and self._on_device[0][1].is_completed():
-            call, work = self._on_device.popleft()
-            seconds = work._get_duration() / 1e3
+        while self._on_device and self._on_device[0][1].over:
+            call, timing = self._on_device.popleft()
+            seconds = timing.seconds
             with self._lock:
                 for kind in (call.kind, self._all):
                     kind.device_seconds += seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -195,13 +196,17 @@ assert all(bool((last[f"layer{i}.weight"] == i).all()) for i in range(tensors))
 
 
 def test_converting_128_mib_grows_by_a_few_tensors_only(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", STREAM, str(tmp_path)], capture_output=True, text=True)
+    # Freed memory goes back at once: what malloc likes to keep for later is not what converting needs.
+    returned = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    done = subprocess.run(
+        [sys.executable, "-c", STREAM, str(tmp_path)], capture_output=True, text=True, env={**os.environ, **returned}
+    )
     assert done.returncode == 0, done.stderr
     grown = [line.split() for line in done.stdout.splitlines() if line.startswith("grew")]
     assert len(grown) == 4
     for _, source, target, bytes_ in grown:
         # One tensor is 4 MiB; the model is 128 MiB.
-        assert int(bytes_) < 24 << 20, f"{source} to {target} grew by {int(bytes_) >> 20} MiB"
+        assert int(bytes_) < 16 << 20, f"{source} to {target} grew by {int(bytes_) >> 20} MiB"
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -97,3 +97,32 @@ def test_groups_that_their_members_make_alone_have_no_common_order(stage):
     a.collective("all_reduce", 40, open=True)
     stage.stall()
     assert stage.first().code == "MC219"
+
+
+def test_a_rank_that_met_the_wrong_members_and_left_is_no_cause(stage):
+    """Ranks 1 and 2 are both the second of group 1: rank 0 met rank 2, did its work and left with the store."""
+    a, b, c = stage.ranks(3)
+    for actor in (a, b):
+        makes(actor, "ranks 0,1", 14)
+    makes(c, "ranks 1,2", 14)
+    for _ in range(5):
+        a.collective("all_reduce", 20, group="ranks 0,1")
+    b.fails("DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed.", 14)
+    a.exits(0)
+    b.exits(1)
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.victims) == ("MC201", [2], [0, 1])
+    assert (finding.severity, finding.certainty) == ("error", "proven") and stage.line(finding) == 14
+    assert any("rank 0 exited with code 0" in line for line in finding.evidence)
+
+
+def test_a_rank_that_left_after_all_had_met_is_the_cause_whatever_the_order(stage):
+    a, b = stage.ranks(2)
+    makes(a, "ranks 0", 14)
+    makes(b, "ranks 1", 15)
+    for actor in (a, b):
+        actor.collective("all_reduce", 20)
+    b.fails("DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed.", 40)
+    a.exits(0)
+    b.exits(1)
+    assert "MC201" not in [finding.code for finding in stage.findings() if finding.severity == "error"]

@@ -102,6 +102,12 @@ def test_a_config_file_is_read_as_the_command_line_reads_it(tmp_path: Path) -> N
     assert DDPTrainer(SimpleModel(8, 1), file).config.training.max_steps == 3
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only without a GPU")
+def test_a_gpu_that_is_not_there_is_said_at_once() -> None:
+    with pytest.raises(UsageError, match="device='cuda', and torch sees no GPU here"):
+        DDPTrainer(SimpleModel(8, 1), {}, device="cuda")
+
+
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (-1, 2), (4, 4)])
 def test_a_rank_outside_its_world_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(UsageError, match=f"rank={rank} is not in a world of {world_size}"):

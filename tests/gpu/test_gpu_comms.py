@@ -30,8 +30,15 @@ def test_nccl_calls_are_timed_by_the_device(tmp_path: Path) -> None:
             torch.cuda.synchronize()
             reduced = profiler.get_stats().collectives["all_reduce"]
         assert (reduced.count, reduced.bytes) == (10, 10 * tensor.nbytes)
-        assert reduced.untimed == 1, "timing is switched on at the first call, for those after it"
-        assert reduced.seconds > 0 and reduced.overlap is None
+        assert reduced.untimed == 0 and reduced.seconds > 0 and reduced.overlap is None
+        with CommunicationProfiler(enabled=True) as profiler:
+            for work in [dist.all_reduce(tensor, async_op=True) for _ in range(10)]:
+                work.wait()
+            torch.cuda.synchronize()
+            queued = profiler.get_stats().collectives["all_reduce"]
+        assert (queued.count, queued.bytes) == (10, 10 * tensor.nbytes)
+        assert queued.untimed == 1, "timing is switched on at the first call, for those after it"
+        assert queued.seconds > 0
     finally:
         dist.destroy_process_group()
 

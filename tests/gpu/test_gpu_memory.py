@@ -48,7 +48,7 @@ half = 2**29
 
 
 def block(size):
-    return torch.empty(size, dtype=torch.uint8, device="cuda")
+    return torch.empty(size, dtype=torch.uint8, device="cuda")  # FAULT
 
 
 first, second = [], []
@@ -58,7 +58,7 @@ for _ in range(6):
     first.append(block(half))
     second.append(block(half))
 del first[:]
-block(3 * half)  # FAULT
+block(3 * half)
 """
 
 

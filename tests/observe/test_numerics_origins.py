@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -231,6 +233,34 @@ def test_memory_that_was_never_written_is_not_looked_at() -> None:
         return room[:3].sum()
 
     assert find(Net(partly), torch.randn(3, 4)) is None
+
+
+class Unwatched(torch.autograd.Function):
+    """Writes its result past torch, as a Triton kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        result = torch.empty_like(x)
+        np.multiply(x.detach().numpy(), 2, out=result.numpy())
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_a_kernel_that_torch_does_not_know_hides_nothing() -> None:
+    def tail(hidden: torch.Tensor) -> torch.Tensor:
+        spoilt = (hidden.abs() + 1) * 1e30 * 1e30  # before the kernel
+        return Unwatched.apply(spoilt).mean()
+
+    origin = find(Net(tail), torch.randn(3, 4))
+    assert origin is not None and not origin.received
+    assert (origin.direction, origin.site.op, origin.site.location) == (
+        "forward",
+        "mul",
+        line_of(__file__, "before the kernel"),
+    )
 
 
 def test_a_finite_step_has_no_origin_and_leaves_no_hooks() -> None:

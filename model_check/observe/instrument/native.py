@@ -7,9 +7,9 @@ inference, compiled code), writes a record, and passes the same arguments on: re
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,8 +54,8 @@ _OPERATORS = {
 }
 
 
-Listener = Callable[[str, Any, Any, float, Any], None]
-"""Called after a call was handed to its backend: operation, tensor, process group, when it began, what it returned."""
+Listener = Callable[[str, Any, Any], Callable[[Any], None]]
+"""Told of a call before its backend has it: operation, tensor, process group. What it returns is told the result."""
 
 
 class _Registered:
@@ -95,6 +95,16 @@ def uninstall() -> None:
         _Registered.library = None
 
 
+@contextmanager
+def _dropping(listener: Listener) -> Iterator[None]:
+    """A listener that fails is told no more: the call goes on."""
+    try:
+        yield
+    except Exception as error:
+        stop_listening(listener)
+        warnings.warn(f"a listener to collectives was dropped: {error!r}", RuntimeWarning, stacklevel=4)
+
+
 def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any], Any]) -> Callable[..., Any]:
     op, phase, tensor_at, group_at, peer_at = (
         operator.op,
@@ -108,15 +118,15 @@ def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any],
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _Registered.listeners:
             return record(keyset, args, kwargs)
-        began = time.perf_counter()
-        result = record(keyset, args, kwargs)
         tensor = None if tensor_at is None else args[tensor_at]
+        told = []
         for listener in _Registered.listeners:
-            try:
-                listener(op, tensor, unbox(args[group_at]), began, result)
-            except Exception as error:
-                stop_listening(listener)
-                warnings.warn(f"a listener to collectives was dropped: {error!r}", RuntimeWarning, stacklevel=2)
+            with _dropping(listener):
+                told.append((listener, listener(op, tensor, unbox(args[group_at]))))
+        result = record(keyset, args, kwargs)
+        for listener, handed_over in told:
+            with _dropping(listener):
+                handed_over(result)
         return result
 
     def record(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

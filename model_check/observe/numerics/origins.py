@@ -110,6 +110,7 @@ class OriginFinder(TorchDispatchMode):
         self._origins: dict[int, Origin] = {}
         self._sums: set[int] = set()
         self._sites: dict[int, Site] = {}
+        self._first_made: Origin | None = None
 
     # What the caller tells
 
@@ -140,7 +141,7 @@ class OriginFinder(TorchDispatchMode):
         """The forward pass of a micro-batch is done, with this loss."""
         with _disable_current_modes():
             if self.forward is None and checkable(loss) and not is_finite(loss):
-                found = self._origins.get(_memory(loss))
+                found = self._origins.get(_memory(loss)) or self._first_made
                 self.forward = found or Origin("forward", self._site("loss"), _kind(loss), _dtype(loss), received=True)
 
     @property
@@ -210,7 +211,13 @@ class OriginFinder(TorchDispatchMode):
         unknown = bool(bad_inputs) and not meant and name not in _MASKING
         # Softmax of a row that is masked throughout: every weight is 0, and so is what it divides by.
         hidden_row = bool(meant) and "softmax" in name
-        return self._new_origin(func, name, args, kwargs, bad[0], read, received=unknown, empty=hidden_row)
+        if unknown and self._first_made is not None:
+            # A kernel that torch does not know (Triton) wrote it, and has read what was spoilt before.
+            return self._first_made
+        origin = self._new_origin(func, name, args, kwargs, bad[0], read, received=unknown, empty=hidden_row)
+        if not unknown and self._first_made is None:
+            self._first_made = origin
+        return origin
 
     def _new_origin(
         self,
