@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from model_check.checkpoint.weight_files import open_weights
 from model_check.config import Config, resolve_shape, weights_file
@@ -176,7 +177,9 @@ def _with_passes(
 ) -> Arranged:
     if mesh is None:
         whole = replicate(model, place)
-        check = watch_replica(model, place.device) if place.world_size > 1 else None
+        check = None
+        if isinstance(whole, DistributedDataParallel):
+            check = watch_replica(model, place.device, lambda: bool(whole.require_backward_grad_sync))
         return Arranged(layout, precision, model, whole, WholeModel(whole, precision, place.device), local_check=check)
     from model_check.engine.sharded import ShardedModel, ShardedNorm
 

@@ -191,7 +191,8 @@ CRASHES = (
     hang("system_exit_raised", "MC313", (1,), severity="error", exit_code=1, says=("no shard for step 12",)),
     crash("store_host_gone", "MC309", (0,)),
     crash("import_error", "MC310", (1,), exit_code=1, says=("fast_tokenizer_kernels",)),
-    crash("cuda_device_assert", "MC311", (1,), needs="gpu"),
+    crash("cuda_device_assert", "MC902", (1,), needs="gpu", says=("token id 100", "100 rows")),
+    crash("cuda_index_assert", "MC311", (1,), needs="gpu"),
     crash("cuda_out_of_memory", "MC501", (1,), needs="gpu"),
 )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +176,23 @@ def test_torch_still_has_what_is_asked_of_it() -> None:
     assert {"enabled", "context", "stacks", "max_entries"} <= set(names)
     assert callable(torch.cuda._lazy_call) and callable(torch.cuda.memory._snapshot)
     outofmemory.patch_cuda(SimpleNamespace())  # type: ignore[arg-type]
+
+
+COMPILER = """
+import sys, torch
+from model_check.observe.instrument.outofmemory import _compiler_left_alone
+with _compiler_left_alone(torch):
+    assert not hasattr(torch, "_inductor")
+assert "torch._inductor" not in sys.modules
+assert torch._inductor.__name__ == "torch._inductor"
+with _compiler_left_alone(torch):
+    assert hasattr(torch, "_inductor")
+"""
+
+
+def test_a_snapshot_does_not_load_the_compiler_and_hides_none_that_is_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", COMPILER], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 SCRIPT = """

@@ -13,7 +13,8 @@ import pickle
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -147,7 +148,8 @@ def _capture_device(device: int, requested: int, total: int, free: int) -> None:
     from model_check.observe.memory_snapshot import sum_up
 
     stats = torch.cuda.memory_stats(device)
-    snapshot = torch.cuda.memory._snapshot(device)
+    with _compiler_left_alone(torch):
+        snapshot = torch.cuda.memory._snapshot(device)
     holdings = sum_up(
         [s for s in snapshot["segments"] if s.get("device", device) == device], find_owners(), _line_of_block
     )
@@ -168,6 +170,23 @@ def _capture_device(device: int, requested: int, total: int, free: int) -> None:
         },
         snapshot,
     )
+
+
+@contextmanager
+def _compiler_left_alone(torch: Any) -> Iterator[None]:
+    """To name lines in compiled code, a snapshot asks for torch's compiler, which is then imported: for seconds.
+
+    Where it is not loaded, nothing was compiled.
+    """
+    lazy = getattr(torch, "_lazy_modules", None)
+    hidden = isinstance(lazy, set) and "_inductor" in lazy and "torch._inductor" not in sys.modules
+    if hidden:
+        lazy.discard("_inductor")
+    try:
+        yield
+    finally:
+        if hidden:
+            lazy.add("_inductor")
 
 
 def _capture_host(error: BaseException) -> None:

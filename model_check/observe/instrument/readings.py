@@ -6,6 +6,8 @@ an event says when the copy is done.
 
 from __future__ import annotations
 
+import ctypes
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,40 +41,74 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
             waiting += [(item, depth + 1) for item in reversed(list(value.values())[:_MOST_TENSORS])]
 
 
+class _Slot:
+    """Pinned memory of one shape with the event of the copy into it: lent again and again, and never freed.
+
+    Freeing either asks the device. After an assertion in a kernel that fails, in a destructor, and the process would
+    abort where the script was about to see its own exception.
+    """
+
+    __slots__ = ("_home", "done", "memory")
+
+    def __init__(self, tensor: torch.Tensor, home: deque[_Slot]) -> None:
+        self._home = home
+        self.memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.done = torch.cuda.Event()
+        for kept in (self.memory, self.done):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # outlives the interpreter's own tidying up too
+
+    @classmethod
+    def for_copy_of(cls, tensor: torch.Tensor) -> _Slot:
+        home = _SLOTS.setdefault((tensor.device.index, tensor.dtype, tuple(tensor.shape)), deque())
+        # A reading that nobody waited for may have been dropped while its copy was still under way.
+        return home.popleft() if home and home[0].done.query() else cls(tensor, home)
+
+    def give_back(self) -> None:
+        self._home.append(self)
+
+
+_SLOTS: dict[tuple[int | None, torch.dtype, tuple[int, ...]], deque[_Slot]] = {}
+
+
 class Reading:
     """One number on its way from the device, or already here."""
 
-    __slots__ = ("_done", "_held")
+    __slots__ = ("_held", "_slot")
 
-    def __init__(self, held: Any, done: Any = None) -> None:
+    def __init__(self, held: Any, slot: _Slot | None = None) -> None:
         self._held = held
-        self._done = done
+        self._slot = slot
+
+    def __del__(self) -> None:
+        if self._slot is not None:
+            self._slot.give_back()
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Reading:
         """A plain tensor's numbers: of one element the number itself, of several a list."""
         if tensor.is_cpu:
             return cls(tensor.tolist())  # unlike `item`, no operation of torch's: half the price once caches are cold
-        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        held.copy_(tensor.detach(), non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(tensor.device))  # the script may not have chosen its device
-        return cls(held, done)
+        slot = _Slot.for_copy_of(tensor)
+        slot.memory.copy_(tensor.detach(), non_blocking=True)
+        slot.done.record(torch.cuda.current_stream(tensor.device))  # the script may not have chosen its device
+        return cls(None, slot)
 
     @property
     def ready(self) -> bool:
-        return self._done is None or bool(self._done.query())
+        return self._slot is None or bool(self._slot.done.query())
 
     def value(self) -> Any:
         """The number; waits for it where it is not there yet."""
-        if self._done is not None:
-            self._done.synchronize()
-            self._held, self._done = self._held.tolist(), None
+        if self._slot is not None:
+            self._slot.done.synchronize()
+            self._held = self._slot.memory.tolist()
+            self._slot.give_back()
+            self._slot = None
         return self._held
 
     def value_without_device(self) -> Any:
         """What the pinned memory holds, when the device itself can no longer be asked, e.g. after an assertion."""
-        return self._held if self._done is None else self._held.tolist()
+        return self._held if self._slot is None else self._slot.memory.tolist()
 
 
 def reading_of(scalar: Any) -> Reading | None:

@@ -8,6 +8,7 @@ A lone rank exchanges nothing; for it the gradient norm of the step says the sam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,14 +35,17 @@ class LocalCheck:
         return (~torch.isfinite(self._sums).all()).float()
 
 
-def watch_replica(module: nn.Module, device: torch.device) -> LocalCheck:
-    """For a module inside DDP: its gradients are this rank's own until DDP's hook, which runs after these."""
+def watch_replica(module: nn.Module, device: torch.device, exchanging: Callable[[], bool] = lambda: True) -> LocalCheck:
+    """For a module inside DDP: its gradients are this rank's own until DDP's hook, which runs after these.
+
+    While gradients are only added up (not `exchanging`) nothing is looked at: a bad number stays in the sum.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
     check = LocalCheck(len(parameters), device)
     for piece, parameter in enumerate(parameters):
 
         def look(param: torch.Tensor, piece: int = piece) -> None:
-            if param.grad is not None:
+            if param.grad is not None and exchanging():
                 check.look(piece, param.grad)
 
         parameter.register_post_accumulate_grad_hook(look)
