@@ -178,8 +178,8 @@ def _compiler_left_alone(torch: Any) -> Iterator[None]:
 
     Where it is not loaded, nothing was compiled.
     """
-    lazy = getattr(torch, "_lazy_modules", None)
-    hidden = isinstance(lazy, set) and "_inductor" in lazy and "torch._inductor" not in sys.modules
+    lazy: set[str] = getattr(torch, "_lazy_modules", set())
+    hidden = "_inductor" in lazy and "torch._inductor" not in sys.modules
     if hidden:
         lazy.discard("_inductor")
     try:
