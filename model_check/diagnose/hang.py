@@ -30,7 +30,7 @@ _SLOW_BUT_FINE = {
     "model": "building the model",
     "import": "importing",
     "start": "starting",
-    "gate": "waiting its turn to import",
+    "gate": "waiting its turn to import or compile",
 }
 _MOST_THREADS = 4  # that are named
 _COMPUTING = {

@@ -1,7 +1,7 @@
 """How many ranks of this host may import at once, where ranks are not warm-started.
 
-A warm start imports once for all ranks and needs no gate. Ranks that are interpreters of their own import at the same
-moment: their peaks of memory add up and they share the cores.
+A warm start imports once for all ranks and needs no gate for that. Ranks that are interpreters of their own import at
+the same moment: their peaks of memory add up and they share the cores.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def plan_gate(run_dir: RunDir, nproc: int, *, followed: bool = False) -> GatePla
         need_bytes=IMPORT_NEED_BYTES,
     )
     return replace(GatePlan.in_run_dir(run_dir.root, slots, followed=followed), patience_s=patience(os.environ))
+
+
+def plan_compilations(run_dir: RunDir) -> GatePlan:
+    """For ranks that are warm-started: of those that compile the same graph one does, the others load it."""
+    return replace(GatePlan.in_run_dir(run_dir.root, 0), patience_s=patience(os.environ))
 
 
 def patience(environ: Mapping[str, str]) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from model_check.errors import LaunchError, UsageError
 from model_check.launch.console import Console, ConsoleOptions
 from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit, describe
-from model_check.launch.gate import plan_gate
+from model_check.launch.gate import plan_compilations, plan_gate
 from model_check.launch.gpus import Gpu
 from model_check.launch.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome
 from model_check.launch.injection import forget_outer_job
@@ -71,7 +71,8 @@ def launch_job(
         raise UsageError(f"{nproc} ranks do not fit {len(gpus)} GPUs", remedy="start one rank per GPU")
     forget_outer_job()
     gate = plan_gate(run_dir, nproc, followed=True) if start == "gate" else None
-    env = {**(gate.variables() if gate is not None else {}), **(env or {})}
+    alone = plan_compilations(run_dir) if start == "warm" and nproc > 1 else gate
+    env = {**(alone.variables() if alone is not None else {}), **(env or {})}
     placement = Placement(run_dir, nproc, tuple(gpus), isolate_gpus, hosts or Hosts(), env)
     needs_cuda = bool(gpus)
     # CUDA maps far more than it uses: its ranks are watched, those of the CPU are limited by the kernel.

@@ -1,5 +1,8 @@
 """The gate: at most K ranks of a host do heavy work (imports, compilations) at once. Imports nothing heavy itself.
 
+Of ranks that compile the same graph only one does, however many slots there are: the others load what it left in the
+cache that they share.
+
 A slot is a file under `fcntl.flock`: the kernel gives it back when its holder dies, whatever killed it. A rank holds a
 slot only while it imports or compiles, which waits for no other rank, and lets go at the latest when it joins a process
 group or starts a collective; so nobody who waits at the gate is waited for by somebody who holds it. A holder that is
@@ -15,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 FOLDER_VARIABLE = "MODEL_CHECK_GATE_DIR"
@@ -30,13 +33,15 @@ _LOOK_AGAIN_S = 0.02
 class GatePlan:
     """Where the slots are, how many, how long a rank waits for one, and where it says so (None: standard error).
 
-    One file for all ranks keeps their lines in the order in which things happened.
+    One file for all ranks keeps their lines in the order in which things happened. No slots: ranks that were
+    warm-started have nothing left to import, and only compilations of one graph wait for each other.
     """
 
     folder: Path
     slots: int
     patience_s: float = DEFAULT_PATIENCE_S
     lines: Path | None = None
+    quiet: bool = False
 
     @classmethod
     def in_run_dir(cls, root: Path, slots: int, *, followed: bool = False) -> GatePlan:
@@ -48,11 +53,15 @@ class GatePlan:
     def from_environment(cls, environ: Mapping[str, str]) -> GatePlan | None:
         """What `variables` said, in a process that the launcher started; None where there is no gate."""
         folder, slots = environ.get(FOLDER_VARIABLE), environ.get(SLOTS_VARIABLE, "")
-        if not folder or not slots.isdigit() or int(slots) < 1:
+        if not folder or not slots.isdigit():
             return None
         patience_s = float(environ.get(PATIENCE_VARIABLE, DEFAULT_PATIENCE_S))
         lines = environ.get(LINES_VARIABLE)
         return cls(Path(folder), int(slots), patience_s, Path(lines) if lines else None)
+
+    def of_graph(self, name: str) -> GatePlan:
+        """For the ranks that are about to compile this graph: one after the other, without a word."""
+        return replace(self, folder=self.folder / "graphs" / name, slots=1, quiet=True)
 
     def variables(self) -> dict[str, str]:
         """For the environment of every rank."""
@@ -68,8 +77,8 @@ class Gate:
     """One rank's way through the gate. Passing again while inside is free; other threads of the rank go along."""
 
     def __init__(self, plan: GatePlan, rank: int) -> None:
-        self._plan = plan
-        self._rank = rank
+        self.plan = plan
+        self.rank = rank
         self._depth = 0
         self._fd = -1
         self._lock = threading.RLock()
@@ -88,7 +97,7 @@ class Gate:
             try:
                 self._acquire()
             except OSError as error:
-                self._line(f"not used, {self._plan.folder} cannot be locked ({error.strerror}); going on")
+                self._line(f"not used, {self.plan.folder} cannot be locked ({error.strerror}); going on")
 
     def leave(self) -> None:
         with self._lock:
@@ -113,21 +122,23 @@ class Gate:
             self.leave()
 
     def _acquire(self) -> None:
-        self._plan.folder.mkdir(parents=True, exist_ok=True)
+        if self.plan.slots == 0:
+            return
+        self.plan.folder.mkdir(parents=True, exist_ok=True)
         if not self._try_all():
             self._line("waiting for exclusive access...")
-            deadline = time.monotonic() + self._plan.patience_s
+            deadline = time.monotonic() + self.plan.patience_s
             while not self._try_all():
                 if time.monotonic() > deadline:
-                    self._line(f"no slot became free in {self._plan.patience_s:g} s; going on without one")
+                    self._line(f"no slot became free in {self.plan.patience_s:g} s; going on without one")
                     return
                 time.sleep(_LOOK_AGAIN_S)
         self._line("acquired! Starting initialization...")
 
     def _try_all(self) -> bool:
-        for number in range(self._plan.slots):
+        for number in range(self.plan.slots):
             # Not inherited by what the rank executes: a lock lives as long as its last descriptor.
-            fd = os.open(self._plan.folder / f"slot-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(self.plan.folder / f"slot-{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -149,8 +160,10 @@ class Gate:
             self._fd = -1
 
     def _line(self, text: str) -> None:
-        line = f"[Rank {self._rank}] LOCK: {text}\n"
-        if self._plan.lines is None or not _append(self._plan.lines, line):
+        if self.plan.quiet:
+            return
+        line = f"[Rank {self.rank}] LOCK: {text}\n"
+        if self.plan.lines is None or not _append(self.plan.lines, line):
             sys.stderr.write(line)  # in one write: under a foreign launcher all ranks share one stream
             sys.stderr.flush()
 

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from model_check.observe.gate import Gate, GatePlan
 from model_check.observe.instrument.box import BOX, SpanKind
@@ -20,9 +21,10 @@ _COMPILING = SpanKind("compile")
 
 
 class _OfThisRank:
-    """The gate of this process, once it is known to be a rank."""
+    """The gate of this process, once it is known to be a rank, and those of the graphs that it has compiled."""
 
     gate: Gate | None = None
+    graphs: ClassVar[dict[str, Gate]] = {}
 
 
 GATE = _OfThisRank()
@@ -37,45 +39,71 @@ def open_for(rank: int) -> None:
 
 def let_go() -> None:
     """Before anything that waits for other ranks."""
-    gate = GATE.gate
-    if gate is not None and gate.held:
-        gate.release()
+    for gate in (GATE.gate, *GATE.graphs.values()):
+        if gate is not None and gate.held:
+            gate.release()
 
 
 @contextmanager
-def through_the_gate(what: str) -> Iterator[None]:
-    """Holds a slot while the block runs; the wait for it is a span of phase `gate`."""
+def through_the_gate(what: str, graph: str = "") -> Iterator[None]:
+    """Holds a slot while the block runs, alone with the graph if it has one; the wait is a span of phase `gate`."""
     gate = GATE.gate
     if gate is None:
         yield
         return
+    if graph and graph not in GATE.graphs:
+        GATE.graphs[graph] = Gate(gate.plan.of_graph(graph), gate.rank)
+    # Who waits for the graph holds no slot meanwhile: another graph may have it.
+    gates = [GATE.graphs[graph], gate] if graph else [gate]
     recorder = BOX.recorder
     span = BOX.begin(recorder, _AT_THE_GATE, what) if recorder is not None else 0
-    gate.enter()
+    for entered in gates:
+        entered.enter()
     if recorder is not None:
         BOX.end(recorder, _AT_THE_GATE, span)
     try:
         yield
     finally:
-        gate.leave()
+        for entered in reversed(gates):
+            entered.leave()
 
 
 def patch_inductor(module: ModuleType) -> None:
-    """torch._inductor.compile_fx gets a span; at a gate the first rank fills the cache, the next ones load from it."""
-    module.compile_fx = _gated(module.compile_fx)  # type: ignore[attr-defined]
+    """torch._inductor.compile_fx gets a span, and below it the gate stands: where one graph is looked up in the cache
+    or else compiled, that of a backward pass when it first runs. The first rank fills the cache, the next ones load.
+    """
+    module.compile_fx = _spanned(module.compile_fx)  # type: ignore[attr-defined]
+    module._compile_fx_inner = _gated(module._compile_fx_inner)  # type: ignore[attr-defined]
 
 
-def _gated(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(compile_fx)
+def _gated(compile_one: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compile_one)
     def gated(*args: Any, **kwargs: Any) -> Any:
+        with through_the_gate("torch.compile", _name_of_graph(*args)):
+            return compile_one(*args, **kwargs)
+
+    return gated
+
+
+def _spanned(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compile_fx)
+    def spanned(*args: Any, **kwargs: Any) -> Any:
         recorder = BOX.recorder
         if recorder is None:
             return compile_fx(*args, **kwargs)
-        with through_the_gate("torch.compile"):
-            span = BOX.begin(recorder, _COMPILING, "torch.compile")
-            try:
-                return compile_fx(*args, **kwargs)
-            finally:
-                BOX.end(recorder, _COMPILING, span)
+        span = BOX.begin(recorder, _COMPILING, "torch.compile")
+        try:
+            return compile_fx(*args, **kwargs)
+        finally:
+            BOX.end(recorder, _COMPILING, span)
 
-    return gated
+    return spanned
+
+
+def _name_of_graph(graph: Any = None, inputs: Any = (), *_: Any) -> str:
+    """The same on all ranks that compile the same; empty where it cannot be told."""
+    code = getattr(graph, "code", None)
+    if not isinstance(code, str):
+        return ""
+    shapes = [(type(value).__name__, getattr(value, "shape", ""), getattr(value, "dtype", "")) for value in inputs]
+    return hashlib.sha256(f"{code}{shapes}".encode()).hexdigest()[:16]
