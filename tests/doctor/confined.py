@@ -6,11 +6,13 @@ confined.py write-speed FOLDER SIZE       the same, for writing 64 MiB
 confined.py open-files|processes|locked-memory NUMBER [FOLDER]     under this limit
 confined.py locks FOLDER                  where the kernel refuses flock
 confined.py loopback                      as the network namespace lets it
-    confined.py ranks|comm                    the last check of the stage, as the network namespace lets it
+confined.py stages NAMES FOLDER SIZE      all checks of the stages, the folder being all there is to write to, and full
+confined.py ranks|comm                    the last check of the stage, as the network namespace lets it
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -19,10 +21,11 @@ import resource
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from model_check.doctor import Check, Limits, Settings
+from model_check.doctor import Check, Limits, Places, Settings, examine
 from model_check.doctor.comm import check_comm
 from model_check.doctor.disk import check_locks, check_room, check_write_speed
 from model_check.doctor.host import check_locked_memory, check_open_files, check_processes, check_shared_memory
@@ -80,6 +83,18 @@ def locks(folder: str) -> Check:
     return check_locks(Path(folder), Settings())
 
 
+def everywhere_full(names: str, folder: str, size: str) -> list[Check]:
+    place = small(folder, size)
+    with (place / "fill").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    # The standard library takes the current folder where no other can be written to.
+    tempfile._candidate_tempdir_list = lambda: [folder]  # type: ignore[attr-defined]
+    below = place / "below"
+    settings = Settings(places=Places(checkpoints=below, cache=below, outputs=below, logs=place))
+    return [check for name in names.split(",") for check in examine(name, settings)]
+
+
 CHECKS: dict[str, Callable[..., Check]] = {
     "shared-memory": lambda folder, size: check_shared_memory(small(folder, size), LIMITS),
     "room": lambda folder, size: check_room("checkpoint folder", small(folder, size), LIMITS, "elsewhere"),
@@ -95,4 +110,9 @@ CHECKS: dict[str, Callable[..., Check]] = {
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path.cwd()))
-    print(json.dumps(CHECKS[sys.argv[1]](*sys.argv[2:]).to_json()))
+    if sys.argv[1] == "stages":
+        found = everywhere_full(*sys.argv[2:])
+    else:
+        found = [CHECKS[sys.argv[1]](*sys.argv[2:])]
+    for check in found:
+        print(json.dumps(check.to_json()))

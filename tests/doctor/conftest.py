@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from email.utils import formatdate
 from pathlib import Path
 
@@ -22,13 +22,22 @@ TOKEN = "hf_" + "x" * 34
 
 def confined(*words: str, unshare: str = "") -> Check:
     """Runs tests/doctor/confined.py WORDS, in namespaces of its own where named, and reads the check it prints."""
+    return _confined(words, unshare)[-1]
+
+
+def confined_stages(*words: str, unshare: str = "") -> list[Check]:
+    """The same for whole stages: every check of them."""
+    return _confined(("stages", *words), unshare)
+
+
+def _confined(words: Sequence[str], unshare: str) -> list[Check]:
     prefix = ["unshare", "-r", unshare] if unshare else []
     if prefix and subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip(f"unshare {unshare} is not permitted here")
     command = [*prefix, sys.executable, str(HERE / "confined.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=HERE.parents[1])
     assert done.returncode == 0, done.stderr
-    return Check(**json.loads(done.stdout.splitlines()[-1]))
+    return [Check(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
 class Hub(http.server.ThreadingHTTPServer):

@@ -13,7 +13,8 @@ from model_check.doctor import Check, Limits, Places, Settings, examine
 from model_check.doctor.data import check_building, check_caches
 from model_check.doctor.disk import check_locks, check_maps, check_room, check_write_speed
 from model_check.doctor.hub import check_hub, find_token
-from tests.doctor.conftest import TOKEN, Hub, confined
+from model_check.doctor.remedies import host_remedy
+from tests.doctor.conftest import TOKEN, Hub, confined, confined_stages
 
 
 def of_hub(hub: Hub, **environ: str) -> dict[str, Check]:
@@ -31,6 +32,29 @@ def test_a_disk_without_room(tmp_path: Path, size: str, status: str) -> None:
 def test_a_disk_that_fills_up_while_it_is_measured(tmp_path: Path) -> None:
     check = confined("write-speed", str(tmp_path), "8m", unshare="-m")
     assert check.status == "fail" and "No space left on device" in check.detail
+
+
+def test_everything_is_said_where_no_disk_has_room(tmp_path: Path) -> None:
+    """No temporary folder, no map that could be written to: every stage still answers, and blames the disk."""
+    checks = {check.name: check for check in confined_stages("disk,data,train", str(tmp_path), "64k", unshare="-m")}
+    assert {name for name, check in checks.items() if check.status == "fail"} == {
+        "checkpoint folder",
+        "write speed",
+        "data cache folder",
+        "black box",
+        "log folder",
+        "data",
+        "train",
+    }
+    for name in ("write speed", "black box", "data", "train"):
+        assert checks[name].fix.startswith("free space on that disk"), checks[name]
+    assert "No usable temporary directory" in checks["train"].detail
+
+
+def test_a_disk_that_is_read_only_or_limited() -> None:
+    assert host_remedy("[Errno 30] Read-only file system", "x") == "use a folder on a disk that may be written to"
+    assert host_remedy("[Errno 27] File too large", "x").startswith("ulimit -f unlimited")
+    assert host_remedy("[Errno 13] Permission denied", "change its owner") == "change its owner"
 
 
 def test_a_slow_disk(tmp_path: Path) -> None:
