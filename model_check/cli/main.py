@@ -122,11 +122,10 @@ def _unknown(name: str) -> UsageError:
 def _stand_somewhere() -> None:
     """Every path that is not absolute begins at the current folder."""
     try:
-        os.getcwd()
+        Path.cwd()
     except OSError as error:
-        raise UsageError(
-            f"the current folder cannot be used: {error.strerror}", remedy="cd to one that exists"
-        ) from None
+        said = f"the current folder cannot be used: {error.strerror}"
+        raise UsageError(said, remedy="cd to one that exists") from None
 
 
 def _refuse(error: ModelCheckError) -> NoReturn:
