@@ -41,10 +41,11 @@ def _confined(words: Sequence[str], unshare: str) -> list[Check]:
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """A hub on loopback that knows one token."""
+    """A hub on loopback that knows one token; `says` is what stands in its place, a status and a body."""
 
     skew_s = 0.0
     silent = False
+    says: tuple[int, bytes] | None = None
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -56,7 +57,12 @@ class _Answers(http.server.BaseHTTPRequestHandler):
             return
         known = self.headers.get("Authorization") == f"Bearer {TOKEN}" and self.path == "/api/whoami-v2"
         body = json.dumps({"name": "ada"} if known else {"error": "Invalid username or password."}).encode()
-        self.send_response_only(200 if known else 401)
+        status = 200 if known else 401
+        if self.server.says is not None:
+            status, body = self.server.says
+        self.send_response_only(status)
+        if status == 302:
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
         self.send_header("Date", formatdate(time.time() - self.server.skew_s, usegmt=True))
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

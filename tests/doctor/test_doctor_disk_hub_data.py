@@ -149,6 +149,37 @@ def test_a_hub_that_accepts_and_says_nothing(hub: Hub) -> None:
     assert checks["hub"].status == "warn" and "sends nothing within 0.3 s" in checks["hub"].detail
 
 
+@pytest.mark.parametrize(
+    "says",
+    [(200, b"<html>accept the terms of this network</html>"), (200, b"[]"), (200, b""), (302, b"")],
+    ids=["login page", "a list", "nothing", "another host"],
+)
+def test_somebody_else_in_the_place_of_the_hub(hub: Hub, says: tuple[int, bytes]) -> None:
+    hub.says = says
+    checks = of_hub(hub, HF_TOKEN=TOKEN)
+    assert list(checks) == ["hub"], "nothing is known about the token"
+    assert checks["hub"].status == "warn"
+    assert checks["hub"].detail.endswith(f" answers, but not as the hub does (HTTP {says[0]})")
+
+
+def test_a_name_cannot_steer_the_terminal(hub: Hub) -> None:
+    hub.says = (200, b'{"name": "eve\\u001b[2J\\n"}')
+    assert of_hub(hub, HF_TOKEN=TOKEN)["hub token"].detail == "HF_TOKEN belongs to eve?[2J"
+
+
+@pytest.mark.parametrize("endpoint", ["not a url", "http://127.0.0.1:99999", "huggingface.co", "http://", ""])
+def test_an_endpoint_that_is_no_address(endpoint: str) -> None:
+    checks = list(check_hub(Settings(environ={"HF_ENDPOINT": endpoint})))
+    assert [check.status for check in checks] == ["warn", "skip"]
+    assert checks[0].detail == f"HF_ENDPOINT={endpoint.rstrip('/')} is no address"
+
+
+def test_a_password_in_the_endpoint_is_not_shown() -> None:
+    for endpoint in ("http://me:pass-word@127.0.0.1:9", "http://me:pass-word@127.0.0.1:99999"):
+        hub, _ = check_hub(Settings(environ={"HF_ENDPOINT": endpoint}))
+        assert hub.status == "warn" and "127.0.0.1:9" in hub.detail and "pass-word" not in hub.detail
+
+
 def test_an_offline_setting_is_respected() -> None:
     [only] = check_hub(Settings(environ={"HF_HUB_OFFLINE": "1"}))
     assert only.status == "skip" and "HF_HUB_OFFLINE" in only.detail
