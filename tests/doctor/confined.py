@@ -3,7 +3,7 @@
 confined.py shared-memory FOLDER SIZE     on a tmpfs of this size (needs a mount namespace)
 confined.py room FOLDER SIZE              the same, for the room on a disk
 confined.py write-speed FOLDER SIZE       the same, for writing 64 MiB
-confined.py open-files|processes|locked-memory NUMBER [FOLDER]     under this limit
+confined.py open-files|processes|address-space|file-size|locked-memory NUMBER [FOLDER]     under this limit
 confined.py locks FOLDER                  where the kernel refuses flock
 confined.py loopback                      as the network namespace lets it
 confined.py stages NAMES FOLDER SIZE      all checks of the stages, the folder being all there is to write to, and full
@@ -28,7 +28,13 @@ from pathlib import Path
 from model_check.doctor import Check, Limits, Places, Settings, examine
 from model_check.doctor.comm import check_comm
 from model_check.doctor.disk import check_locks, check_room, check_write_speed
-from model_check.doctor.host import check_locked_memory, check_open_files, check_processes, check_shared_memory
+from model_check.doctor.host import (
+    check_locked_memory,
+    check_open_files,
+    check_processes,
+    check_shared_memory,
+    check_shell_limits,
+)
 from model_check.doctor.network import check_loopback
 from model_check.doctor.ranks import check_ranks
 
@@ -73,6 +79,12 @@ def processes(number: str) -> Check:
     return check_processes(LIMITS)
 
 
+def shell_limit(kind: int, number: str) -> Check:
+    limit(kind, number)
+    [only] = check_shell_limits(LIMITS)
+    return only
+
+
 def locked_memory(number: str, adapters: str) -> Check:
     limit(resource.RLIMIT_MEMLOCK, number)
     return check_locked_memory(LIMITS, Path(adapters))
@@ -102,6 +114,8 @@ CHECKS: dict[str, Callable[..., Check]] = {
     "open-files": open_files,
     "processes": processes,
     "locked-memory": locked_memory,
+    "address-space": lambda number: shell_limit(resource.RLIMIT_AS, number),
+    "file-size": lambda number: shell_limit(resource.RLIMIT_FSIZE, number),
     "locks": locks,
     "loopback": lambda: check_loopback(2.0),
     "ranks": lambda: list(check_ranks(Settings()))[-1],
