@@ -89,7 +89,8 @@ class TraceSummary:
 def summarize(events: Iterable[Mapping[str, Any]], steps_done: int | None = None) -> TraceSummary | None:
     """From the `traceEvents` of a trace; None where it holds no whole step.
 
-    Where training ended inside the window, the last step of the trace is what came after it: `steps_done` leaves it out.
+    Where training ended inside the window, the last step of the trace is only what came after: `steps_done` leaves it
+    out.
     """
     timed = [e for e in events if e.get("ph") == "X" and "dur" in e and "ts" in e]
     steps = [e for e in timed if e.get("cat") == "user_annotation" and _is_step(str(e.get("name", "")), steps_done)]
