@@ -14,12 +14,14 @@ _LONGEST = 300
 
 
 def broken_package(error: BaseException) -> LaunchError | None:
-    """The package whose import raised this; None where the fault is in our own code."""
-    missing = _top(error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-    if missing and missing != _OURS:
+    """The package whose import raised this, whatever it raised; None where no import of another package did."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and "." not in missing and missing != _OURS:
         return LaunchError(f"the package {missing} is not installed", remedy="bash run.sh installs what is needed")
-    name = _first_foreign_module(error.__traceback__) or _top(getattr(error, "name", None) or _OURS)
-    if name == _OURS:
+    name = _first_foreign_module(error.__traceback__)
+    if name is None and isinstance(error, ImportError):
+        name = _top(error.name or "")  # a library in machine code has no frame of its own
+    if not name or name == _OURS:
         return None
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]

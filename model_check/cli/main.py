@@ -154,17 +154,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(call(given[0], given[1:]))
     except ModelCheckError as error:
         _refuse(error)
-    except ImportError as error:
-        broken = broken_package(error)
-        if broken is None:
-            raise
-        _refuse(broken)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output is gone; what is left in the buffer has nowhere to go.
         sys.stderr.close()
         sys.exit(141)
+    except Exception as error:
+        broken = broken_package(error)
+        if broken is None:
+            raise
+        _refuse(broken)
 
 
 if __name__ == "__main__":

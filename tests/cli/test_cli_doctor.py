@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from model_check.cli.doctor import jobs_end_with_us, stage_table, summary
+from model_check.cli.installation import broken_package
 from model_check.cli.main import main
 from model_check.doctor import STAGES, Check, chosen_stages
 from model_check.errors import UsageError
@@ -116,6 +117,33 @@ def test_a_broken_package_that_the_doctor_itself_needs_is_named(shell: Shell, pa
         f"model-check: error: the package {package} cannot be imported: ImportError: GLIBC_2.38 not found ({file}:1); "
         f"move that file away if it is not the real {package}, else pip install --force-reinstall {distribution}\n"
     )
+
+
+def test_whatever_a_package_raises_is_told_as_its_own(shell: Shell) -> None:
+    done, file = with_package(shell, "psutil", "import json\njson.no_such_function()\n")
+    assert done.code == 1
+    said = "AttributeError: module 'json' has no attribute 'no_such_function'"
+    assert done.err.startswith(f"model-check: error: the package psutil cannot be imported: {said} ({file}:2); ")
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_a_fault_of_our_own_is_nobody_elses() -> None:
+    assert broken_package(raised(ValueError("step"))) is None
+    assert broken_package(raised(ImportError("cannot import name 'x'", name="model_check.cli"))) is None
+    assert broken_package(raised(ModuleNotFoundError("No module named 'model_check'", name="model_check"))) is None
+
+
+def test_a_library_in_machine_code_is_named_without_a_frame() -> None:
+    refused = broken_package(raised(ImportError("libfoo.so: cannot open shared object file", name="xxhash._xxhash")))
+    assert refused is not None and refused.message.startswith("the package xxhash cannot be imported: ImportError: lib")
+    part = broken_package(raised(ModuleNotFoundError("No module named 'yaml.reader'", name="yaml.reader")))
+    assert part is not None and part.message.startswith("the package yaml cannot be imported: ModuleNotFoundError: No")
 
 
 def test_a_missing_package_that_the_doctor_itself_needs_is_named(shell: Shell) -> None:
