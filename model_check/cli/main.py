@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model_check.cli.installation import broken_package
+from model_check.cli.terminal import make_output_safe
 from model_check.errors import ModelCheckError, UsageError
 from model_check.observe.redaction import redact_text
 
@@ -137,6 +138,7 @@ def _refuse(error: ModelCheckError) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The command line, from the first word to the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    make_output_safe()
     # The interpreter looks through all objects once more as it ends, which with torch takes a third of a second.
     atexit.register(gc.freeze)
     if not given or given[0] in ("-h", "--help", "help"):

@@ -173,6 +173,24 @@ def with_package(shell: Shell, name: str, source: str, only: str = "disk") -> tu
     return shell.run(sys.executable, "-m", "model_check", "doctor", "--json", "--only", only, PYTHONPATH=path), file
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_utf8_shows_plain_signs(shell: Shell, encoding: str) -> None:
+    (shell.folder / "file").touch()
+    done = shell.run(
+        *(sys.executable, "-m", "model_check", "doctor", "--only", "disk", "--set", "checkpoint.dir=file/below"),
+        PYTHONIOENCODING=encoding,
+    )
+    assert done.code == 1 and done.err == ""
+    assert re.search(r"^ +x checkpoint folder .* is a file", done.out, re.M)
+    assert re.search(r"^ +-> move it away", done.out, re.M)
+    assert re.search(r"^ +\+ file locks ", done.out, re.M)
+
+
+def test_a_closed_output_is_no_failure_of_the_doctor(shell: Shell) -> None:
+    done = shell.run("bash", "-c", f"{sys.executable} -m model_check doctor --only disk >&-")
+    assert (done.code, done.err) == (0, "")
+
+
 def test_a_current_folder_that_is_gone(shell: Shell) -> None:
     gone = shell.folder / "gone"
     gone.mkdir()
