@@ -98,7 +98,7 @@ def prepare_interpreter() -> None:
 
 
 def threads_named_by(text: str) -> int:
-    """OMP_NUM_THREADS may name one number for each level of nesting: `4,2`. The runtime itself complains of any other."""
+    """OMP_NUM_THREADS may name one number for each level of nesting: `4,2`. Of any other the runtime complains."""
     outermost = text.partition(",")[0].strip()
     return max(1, int(outermost)) if outermost.isascii() and outermost.isdigit() else 1
 
