@@ -73,16 +73,23 @@ def doctor(
 
 @contextlib.contextmanager
 def jobs_end_with_us() -> Iterator[None]:
-    """A job runs in a session of its own: SIGTERM must unwind us, so that it is ended on the way."""
+    """A job runs in a session of its own: what ends us must unwind us, so that the job is ended on the way.
+
+    SIGHUP comes when the terminal is closed; under nohup it is ignored, and stays so.
+    """
 
     def leave(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heeded:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
 
 
 def settings_for(config: Config) -> Settings:

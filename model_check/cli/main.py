@@ -9,8 +9,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+from model_check.cli.installation import broken_package
+from model_check.cli.terminal import make_output_safe
 from model_check.errors import ModelCheckError, UsageError
 from model_check.observe.redaction import redact_text
 
@@ -117,9 +120,25 @@ def _unknown(name: str) -> UsageError:
     )
 
 
+def _stand_somewhere() -> None:
+    """Every path that is not absolute begins at the current folder."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        said = f"the current folder cannot be used: {error.strerror}"
+        raise UsageError(said, remedy="cd to one that exists") from None
+
+
+def _refuse(error: ModelCheckError) -> NoReturn:
+    sys.stdout.flush()
+    print(f"model-check: error: {redact_text(str(error))}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """The command line, from the first word to the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    make_output_safe()
     # The interpreter looks through all objects once more as it ends, which with torch takes a third of a second.
     atexit.register(gc.freeze)
     if not given or given[0] in ("-h", "--help", "help"):
@@ -133,17 +152,21 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         if given[0] not in VERBS:
             raise _unknown(given[0])
+        _stand_somewhere()
         sys.exit(call(given[0], given[1:]))
     except ModelCheckError as error:
-        sys.stdout.flush()
-        print(f"model-check: error: {redact_text(str(error))}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output is gone; what is left in the buffer has nowhere to go.
         sys.stderr.close()
         sys.exit(141)
+    except Exception as error:
+        broken = broken_package(error)
+        if broken is None:
+            raise
+        _refuse(broken)
 
 
 if __name__ == "__main__":

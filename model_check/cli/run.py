@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -80,6 +81,8 @@ def run(
             "--memory-limit-gb does not go with a command after --, which starts its own ranks",
             remedy="run the script itself: model-check run --nproc 2 train.py",
         )
+    if memory_limit_gb == math.inf:
+        raise UsageError("--memory-limit-gb inf is no limit", remedy="leave the flag out")
     if low_memory:
         use_less_memory()
     if own_launcher:

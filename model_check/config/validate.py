@@ -184,6 +184,22 @@ def _device_rules(config: Config) -> list[Problem]:
     return problems
 
 
+def _profile_problems(config: Config, world_size: int) -> list[Problem]:
+    """A profile of ranks that do not exist would be an empty folder. One that does exist is enough."""
+    training = config.training
+    if not training.profile or any(rank < world_size for rank in training.profile_ranks):
+        return []
+    ranks = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+    return [
+        Problem(
+            codes.OUT_OF_RANGE,
+            "training.profile_ranks",
+            f"training.profile_ranks={list(training.profile_ranks)} names none of the ranks, and this job has {ranks}",
+            "name at least one of them, or leave it out for rank 0",
+        )
+    ]
+
+
 def check_world(config: Config, world_size: int) -> list[Problem]:
     """What is wrong once the number of ranks is known."""
     training, parallel = config.training, config.parallel
@@ -197,7 +213,11 @@ def check_world(config: Config, world_size: int) -> list[Problem]:
                 f"start {group} ranks or a multiple of it, or lower parallel.tensor, pipeline or context",
             )
         ]
-    problems = [*shard_problems(config, config.data_parallel(world_size)), *replica_problems(config, world_size)]
+    problems = [
+        *shard_problems(config, config.data_parallel(world_size)),
+        *replica_problems(config, world_size),
+        *_profile_problems(config, world_size),
+    ]
     if training.global_batch is None or problems:
         return problems
     unit = training.batch_size * config.data_parallel(world_size)

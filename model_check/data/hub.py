@@ -1,15 +1,19 @@
 """The Hugging Face hub: tokenizer files and datasets, or a clear answer within a second.
 
-Left alone, the libraries retry an unreachable hub for 23 s. Here one TCP connection, given a second, decides: without
-it the local copy is used, and where there is none the error says what to do. The token comes from HF_TOKEN and is
-handed to the libraries only.
+Left alone, the libraries retry an unreachable hub for 23 s, and one that accepts connections and stays silent for
+minutes. Here one TCP connection, given a second, and one request, given ten, decide: without them the local copy is
+used, and where there is none the error says what to do. The token comes from HF_TOKEN and is handed to the libraries
+only.
 """
 
 from __future__ import annotations
 
+import functools
+import http.client
 import os
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +44,10 @@ def reachable(endpoint: str, seconds: float = PROBE_SECONDS) -> bool:
     proxy = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(target.scheme)
     if proxy:
         target = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    address = (target.hostname or "", target.port or (80 if target.scheme == "http" else 443))
+    try:
+        address = (target.hostname or "", target.port or (80 if target.scheme == "http" else 443))
+    except ValueError:
+        return False  # a port that is none
     connected = threading.Event()
 
     def connect() -> None:
@@ -57,13 +64,51 @@ def reachable(endpoint: str, seconds: float = PROBE_SECONDS) -> bool:
     return connected.is_set()
 
 
+@functools.cache
+def silent(endpoint: str, seconds: float) -> bool:
+    """Whether a request to what accepts connections there stays without any answer; asked once a process.
+
+    A refusal is an answer, and so is a certificate that only the libraries know how to trust.
+    """
+    answered = threading.Event()
+
+    def request() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=seconds).close()
+        except TimeoutError:
+            return
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, TimeoutError):
+                return
+        except (OSError, ValueError, http.client.HTTPException):
+            pass  # not what we asked for, but not silence
+        answered.set()
+
+    # A thread for the same reason as above, and because a server that trickles bytes outlasts every socket timeout.
+    attempt = threading.Thread(target=request, daemon=True, name="hub-request")
+    attempt.start()
+    attempt.join(seconds)
+    return not answered.is_set()
+
+
+def _waited_in_vain() -> float | None:
+    """Seconds after which only what is on this machine can be used; None where the hub answers."""
+    from huggingface_hub import constants
+
+    if _offline():
+        return 0.0
+    if not reachable(constants.ENDPOINT):
+        return PROBE_SECONDS
+    return ANSWER_SECONDS if silent(constants.ENDPOINT, ANSWER_SECONDS) else None
+
+
 def _offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def _unreachable(what: str, kind: str) -> HubUnavailable:
+def _unreachable(what: str, kind: str, waited: float) -> HubUnavailable:
     from huggingface_hub import constants
 
     if _offline():
@@ -73,7 +118,7 @@ def _unreachable(what: str, kind: str) -> HubUnavailable:
             code="MC905",
         )
     return HubUnavailable(
-        f"{kind} {what!r} is not on this machine and {constants.ENDPOINT} does not answer within {PROBE_SECONDS:g} s",
+        f"{kind} {what!r} is not on this machine and {constants.ENDPOINT} does not answer within {waited:g} s",
         remedy=f"connect this machine (HTTPS_PROXY, HF_ENDPOINT), copy the files here, or use {_local_choice(kind)}",
         code="MC905",
     )
@@ -133,10 +178,11 @@ def download(repo_id: str, filename: str, *, required: bool = True) -> Path | No
         raise _explain(error, repo_id, "tokenizer") from error
     if isinstance(local, str):
         return Path(local)
-    if _offline() or not reachable(huggingface_hub.constants.ENDPOINT):
+    waited = _waited_in_vain()
+    if waited is not None:
         if not required:
             return None
-        raise _unreachable(repo_id, "tokenizer")
+        raise _unreachable(repo_id, "tokenizer", waited)
     utils.disable_progress_bars()
     try:
         return Path(
@@ -160,12 +206,13 @@ def open_dataset(name: str, subset: str | None, split: str, *, streaming: bool) 
     utils.disable_progress_bars()
     datasets.disable_progress_bars()
     token = os.environ.get("HF_TOKEN")
-    if _offline() or not reachable(huggingface_hub.constants.ENDPOINT):
+    waited = _waited_in_vain()
+    if waited is not None:
         try:
             with _libraries_offline():
                 return datasets.load_dataset(repo_id, subset, split=split)
         except Exception as error:  # whatever the reason, there is no usable local copy
-            raise _unreachable(name, "dataset") from error
+            raise _unreachable(name, "dataset", waited) from error
     try:
         huggingface_hub.HfApi().dataset_info(repo_id, timeout=ANSWER_SECONDS, token=token)
         return datasets.load_dataset(repo_id, subset, split=split, streaming=streaming, token=token)

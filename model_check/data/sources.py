@@ -80,6 +80,12 @@ def resolve_source(spec: DataSpec) -> Source:
         matches = sorted(anchor.glob(str(path.relative_to(anchor))))
         files = [file for file in matches if file.suffix in READERS and file.is_file()]
         return _files(spec, files, f"{spec.dataset!r} matches no {_known_suffixes()} file")
+    if path.exists():
+        raise DataError(
+            f"{spec.dataset!r} is neither a file nor a folder, but a pipe, a device or a socket",
+            remedy="write what comes out of it to a file first: it is read more than once",
+            code="MC906",
+        )
     if path.suffix in READERS or spec.dataset.startswith((".", "~", os.sep)) or name.count("/") > 1:
         raise DataError(
             f"{spec.dataset!r} does not exist (looked in {Path.cwd()})",

@@ -35,9 +35,17 @@ class Standing:
 
     @cached_property
     def dumps(self) -> list[StackDump]:
-        """Stacks of the rank's own process taken since it last made progress."""
-        since = self.rank.last_progress_t or 0.0
+        """Stacks of the rank's own process taken since it last made progress.
+
+        Of a process that goes on after SIGCONT, what was seen while it was stopped says nothing about what it does.
+        """
+        since = max(self.rank.last_progress_t or 0.0, 0.0 if self.stopped else self._last_stopped_t)
         return [dump for dump in self.rank.rank_stacks() if dump.t >= since]
+
+    @property
+    def _last_stopped_t(self) -> float:
+        # Not "t": a tracer that takes a stack stops the process for a moment itself.
+        return max((sample.t for sample in self.rank.samples if sample.state == "T"), default=0.0)
 
     @cached_property
     def main(self) -> ThreadStack | None:

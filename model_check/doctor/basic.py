@@ -12,6 +12,7 @@ from typing import Any
 from model_check.doctor import host
 from model_check.doctor.check import Check, failed, passed, skipped, warned
 from model_check.doctor.probe import ask
+from model_check.doctor.remedies import host_remedy
 from model_check.doctor.settings import Settings
 from model_check.observe.environment import package_versions
 from model_check.observe.nvml import driver_versions
@@ -37,7 +38,8 @@ def check_basic(settings: Settings) -> Iterator[Check]:
     yield judge_python(sys.version_info[:2], platform.python_version())
     answer = ask("torch_facts", limit_s=settings.limits.torch_limit_s, environ=settings.environ)
     if answer.problem:
-        yield failed("torch", f"import and first product: {answer.problem}", "reinstall torch: bash run.sh does it")
+        fix = host_remedy(answer.problem, "reinstall torch: bash run.sh does it")
+        yield failed("torch", f"import and first product: {answer.problem}", fix)
     else:
         facts, driver = answer.value, Driver.read()
         yield judge_torch(facts, answer.seconds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+_LONGEST = 320
+
 Status = Literal["ok", "warn", "fail", "skip"]
 
 
@@ -37,6 +39,12 @@ def failed(name: str, detail: str, fix: str) -> Check:
 
 def skipped(name: str, why: str) -> Check:
     return Check(name, "skip", why)
+
+
+def foreign_words(text: str) -> str:
+    """A message of somebody else as part of a sentence: one line, of bounded length, that cannot steer a terminal."""
+    line = "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
 
 
 def gib(size: float) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from model_check.doctor.check import Check, failed, gib, passed, warned
 from model_check.doctor.probe import ask
+from model_check.doctor.remedies import host_remedy
 from model_check.doctor.settings import MIB, Limits, Settings
 
 _WRITTEN = 64 * MIB
@@ -21,12 +22,18 @@ _BLOCK = 4 * MIB
 
 def check_disk(settings: Settings) -> Iterator[Check]:
     places, limits = settings.places, settings.limits
-    yield check_room("checkpoint folder", places.checkpoints, limits, "set checkpoint.dir to another disk")
+    yield check_room(
+        "checkpoint folder",
+        places.checkpoints,
+        limits,
+        "set checkpoint.dir to another disk",
+        taken="a checkpoint takes 14 bytes a parameter",
+    )
     yield check_write_speed(places.checkpoints, limits)
     yield check_room("data cache folder", places.cache, limits, "set data.cache_dir to another disk")
     yield check_locks(places.cache, settings)
     yield check_maps(places.outputs)
-    yield check_room("log folder", places.logs, limits, "free space there: the ranks' logs go to it")
+    yield check_room("log folder", places.logs, limits, "remove old logs: those of the ranks go there")
 
 
 def existing(folder: Path) -> Path:
@@ -37,7 +44,8 @@ def existing(folder: Path) -> Path:
     return folder
 
 
-def check_room(name: str, folder: Path, limits: Limits, elsewhere: str) -> Check:
+def check_room(name: str, folder: Path, limits: Limits, elsewhere: str, taken: str = "") -> Check:
+    """Whether we may write there and how much; `taken` says what the room is needed for."""
     place = existing(folder)
     shown = f"{folder}" if place == folder.expanduser().absolute() else f"{folder} (to be made in {place})"
     if not place.is_dir():
@@ -47,14 +55,15 @@ def check_room(name: str, folder: Path, limits: Limits, elsewhere: str) -> Check
             file.write(b"\0")
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            return failed(name, f"{shown} cannot be written to: {error.strerror}", f"change its owner, or {elsewhere}")
+            fix = host_remedy(str(error), f"change its owner, or {elsewhere}")
+            return failed(name, f"{shown} cannot be written to: {error.strerror}", fix)
     space = os.statvfs(place)
     free = space.f_bavail * space.f_frsize
     detail = f"{gib(free)} free in {shown}"
     if free < limits.disk_fail:
         return failed(name, detail, f"free space, or {elsewhere}")
     if free < limits.disk_warn:
-        return warned(name, f"{detail}; a checkpoint takes 14 bytes a parameter", f"free space, or {elsewhere}")
+        return warned(name, f"{detail}; {taken}" if taken else detail, f"free space, or {elsewhere}")
     return passed(name, detail)
 
 
@@ -69,7 +78,8 @@ def check_write_speed(folder: Path, limits: Limits) -> Check:
                 file.write(block)
             os.fsync(file.fileno())
     except OSError as error:
-        return failed(name, f"{gib(_WRITTEN)} could not be written to {place}: {error.strerror}", "free space there")
+        fix = host_remedy(str(error), "set checkpoint.dir to another disk")
+        return failed(name, f"{gib(_WRITTEN)} could not be written to {place}: {error.strerror}", fix)
     rate = _WRITTEN / 1e6 / (time.perf_counter() - started)
     detail = f"{rate:,.0f} MB/s to {place}, synced"
     if rate < limits.write_warn_mb_s:
@@ -88,7 +98,7 @@ def check_locks(folder: Path, settings: Settings) -> Check:
             fcntl.flock(file, fcntl.LOCK_UN)
             released = _free_for_another(Path(file.name), settings)
     except OSError as error:
-        return failed(name, f"{place}: {error.strerror}", fix)
+        return failed(name, f"{place}: {error.strerror}", host_remedy(str(error), fix))
     if "no answer" in held + released:
         return failed(name, f"{place}: a lock took longer than {settings.limits.lock_limit_s:g} s", fix)
     if (held, released) != ("taken", "free"):
@@ -109,12 +119,13 @@ def check_maps(folder: Path) -> Check:
     fix = "use --run-dir on a local disk: this file system shares no memory maps"
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".model-check-map-") as file:
-            os.truncate(file.fileno(), mmap.PAGESIZE)
+            # A hole in the file would do for the map, and on a full disk end the first who writes to it (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, mmap.PAGESIZE)
             with mmap.mmap(file.fileno(), mmap.PAGESIZE) as shared:
                 shared[:4] = b"ring"
                 seen = Path(file.name).read_bytes()[:4]
     except (OSError, ValueError) as error:
-        return failed(name, f"no memory map in {place}: {error}", fix)
+        return failed(name, f"no memory map in {place}: {error}", host_remedy(str(error), fix))
     if seen != b"ring":
         return failed(name, f"a reader in {place} sees {seen!r} where b'ring' was written", fix)
     return passed(name, f"memory maps in {place} are shared with readers")

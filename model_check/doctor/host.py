@@ -23,6 +23,7 @@ def check_host(settings: Settings) -> Iterator[Check]:
     yield judge_load(os.getloadavg()[0], cores, limits)
     yield check_open_files(limits)
     yield check_processes(limits)
+    yield from check_shell_limits(limits)
     yield check_locked_memory(limits, settings.places.infiniband)
     yield check_shared_memory(settings.places.shared_memory, limits)
     yield judge_clock(time.time(), _newest_change(settings.places.newest_file), _kernel_says_synchronised(), limits)
@@ -74,6 +75,24 @@ def check_processes(limits: Limits) -> Check:
         return warned("processes", f"{soft:,} processes and threads per user (ulimit -u)", fix)
     allowed = "any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
     return passed("processes", f"{allowed} processes and threads per user (ulimit -u)")
+
+
+def check_shell_limits(limits: Limits) -> Iterator[Check]:
+    """Limits that few machines set: each is named only where it is, since what they break blames everything else."""
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:
+        detail = f"{gib(space)} of addresses per process (ulimit -v)"
+        fix = "ulimit -v unlimited; launch.memory_limit_gb limits the ranks alone"
+        if space < limits.address_space_fail:
+            yield failed("address space", f"{detail}: torch alone maps more", fix)
+        else:
+            yield warned("address space", f"{detail}: CUDA maps far more than it uses", fix)
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size != resource.RLIM_INFINITY:
+        detail = f"no file may be larger than {gib(size)} (ulimit -f)"
+        fix = "ulimit -f unlimited: checkpoints and caches are large"
+        judge = failed if size < limits.file_size_fail else warned
+        yield judge("file size", detail, fix)
 
 
 def check_locked_memory(limits: Limits, infiniband: Path) -> Check:

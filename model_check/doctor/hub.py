@@ -12,10 +12,12 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from model_check.data.hub import reachable
-from model_check.doctor.check import Check, failed, passed, skipped, warned
+from model_check.doctor.check import Check, failed, foreign_words, passed, skipped, warned
 from model_check.doctor.settings import Limits, Settings
+from model_check.observe.redaction import redact_text
 
 _WHO = "/api/whoami-v2"
 _TOKEN = re.compile(r"[!-~]+")  # what may stand in a header
@@ -25,11 +27,22 @@ _LOCAL = "data.dataset=synthetic or local files, data.tokenizer=builtin and mode
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back: a status (None: nothing came), the server's time, and who the token belongs to."""
+    """What came back: a status (None: nothing came), the server's time, and who the token belongs to.
+
+    `understood` is false where the answer is none that a hub gives: the login page of a network, say.
+    """
 
     status: int | None
     at: float | None = None
     user: str | None = None
+    understood: bool = True
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The token stays with the host it is meant for, so what another host says tells nothing about it."""
+
+    def redirect_request(self, *about: object) -> None:
+        return None
 
 
 def check_hub(settings: Settings) -> Iterator[Check]:
@@ -38,24 +51,41 @@ def check_hub(settings: Settings) -> Iterator[Check]:
     if settings.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         yield skipped("hub", f"HF_HUB_OFFLINE is set; {_LOCAL}")
         return
+    shown = redact_text(endpoint)
+    if not _is_address(endpoint):
+        yield warned("hub", f"HF_ENDPOINT={shown} is no address", f"unset it, or write https://HOST; {_LOCAL}")
+        yield skipped("hub token", "only the hub knows whether it is valid")
+        return
     if not reachable(endpoint, limits.answer_s):
         fix = f"connect this machine (HTTPS_PROXY, HF_ENDPOINT); {_LOCAL}"
-        yield warned("hub", f"{endpoint} does not answer within {limits.answer_s:g} s", fix)
+        yield warned("hub", f"{shown} does not answer within {limits.answer_s:g} s", fix)
         yield skipped("hub token", "only the hub knows whether it is valid")
         return
     token = find_token(settings.environ)
     if token is not None and not _TOKEN.fullmatch(token):
-        yield passed("hub", f"{endpoint} accepts connections")
+        yield passed("hub", f"{shown} accepts connections")
         yield failed("hub token", "HF_TOKEN holds blanks or signs that no token has: copied with a line break?", _MAKE)
         return
     reply = _ask_who(endpoint, token, limits.answer_s)
     if reply.status is None:
-        yield warned("hub", f"{endpoint} accepts connections and sends nothing within {limits.answer_s:g} s", _LOCAL)
+        yield warned("hub", f"{shown} accepts connections and sends nothing within {limits.answer_s:g} s", _LOCAL)
         return
-    yield passed("hub", f"{endpoint} answers")
+    if not reply.understood:
+        fix = f"open it in a browser: a proxy or the network's login page may stand in front of it; {_LOCAL}"
+        yield warned("hub", f"{shown} answers, but not as the hub does (HTTP {reply.status})", fix)
+        return
+    yield passed("hub", f"{shown} answers")
     yield judge_token(reply, token is not None)
     if reply.at is not None:
         yield judge_skew(time.time() - reply.at, limits)
+
+
+def _is_address(endpoint: str) -> bool:
+    try:
+        parts = urlsplit(endpoint)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def find_token(environ: Mapping[str, str]) -> str | None:
@@ -88,15 +118,20 @@ def _request(endpoint: str, token: str | None, limit_s: float) -> Reply:
     try:
         request = urllib.request.Request(endpoint + _WHO)
         if token:
-            # Not followed to another host: urllib drops unredirected headers there.
             request.add_unredirected_header("Authorization", f"Bearer {token}")
-        with urllib.request.urlopen(request, timeout=limit_s) as response:
-            user = json.loads(response.read(1 << 20)).get("name")
-            return Reply(response.status, _date(response.headers.get("Date")), user)
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=limit_s) as response:
+            status, at = response.status, _date(response.headers.get("Date"))
+            body = response.read(1 << 20)
     except urllib.error.HTTPError as error:
-        return Reply(error.code, _date(error.headers.get("Date")))
-    except (OSError, ValueError, AttributeError):
+        redirected = 300 <= error.code < 400
+        return Reply(error.code, _date(error.headers.get("Date")), understood=not redirected)
+    except (OSError, ValueError):
         return Reply(None)
+    try:
+        user = json.loads(body).get("name")
+    except (ValueError, AttributeError):
+        return Reply(status, at, understood=False)
+    return Reply(status, at, foreign_words(user) if isinstance(user, str) else None)
 
 
 def _date(header: str | None) -> float | None:

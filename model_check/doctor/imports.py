@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from model_check.doctor.check import Check, failed, passed, skipped, warned
+from model_check.doctor.check import Check, failed, foreign_words, passed, skipped, warned
 from model_check.doctor.probe import Answer, ask
+from model_check.doctor.remedies import host_remedy
 from model_check.doctor.settings import Limits, Settings
 from model_check.observe.environment import package_versions
 
@@ -69,21 +70,34 @@ def _try(package: Package, settings: Settings) -> Cost:
 def judge_import(package: Package, answer: Answer, limits: Limits) -> Check:
     name = f"import {package.module}"
     version = package_versions([package.distribution])[package.distribution]
-    reinstall = f"pip install --force-reinstall {package.distribution}"
+    elsewhere = answer.value.get("shadows")
+    reinstall = _take_away(elsewhere) if elsewhere else _reinstall(package)
     broken = failed if package.needed else warned
     if answer.problem:
-        return broken(
-            name, answer.problem, f"{reinstall}; run it by hand: python -X faulthandler -c 'import {package.module}'"
-        )
+        by_hand = f"{reinstall}; run it by hand: python -X faulthandler -c 'import {package.module}'"
+        return broken(name, answer.problem, host_remedy(answer.problem, by_hand))
     if answer.value.get("missing"):
         if not package.needed:
             return skipped(name, "not installed, and not needed")
         return failed(name, "not installed", "bash run.sh installs it, or pip install -r requirements.txt")
     if "error" in answer.value:
-        return broken(name, f"{answer.value['error']} ({answer.value['line']})", reinstall)
+        error = foreign_words(answer.value["error"])
+        return broken(name, f"{error} ({answer.value['line']})", host_remedy(error, reinstall))
     seconds, size = answer.value["seconds"], answer.value["bytes"] / 2**20
     detail = f"{seconds:5.2f} s {size:5.0f} MiB" + (f"   {version}" if version else "")
+    if elsewhere:
+        return warned(name, f"{elsewhere} is imported, not the installed {version or 'package'}", reinstall)
     if seconds > limits.import_warn_s:
         fix = "a busy machine, or an environment on a network file system: put it on a local disk"
         return warned(name, detail, fix)
     return passed(name, detail)
+
+
+def _reinstall(package: Package) -> str:
+    if package.module.startswith("model_check"):
+        return "mend the package that the sentence names; bash run.sh installs all that are needed"
+    return f"pip install --force-reinstall {package.distribution}"
+
+
+def _take_away(file: str) -> str:
+    return f"rename {file}, or take its folder off PYTHONPATH: it hides the installed package of that name"

@@ -1,7 +1,8 @@
 """Runs what may hang or crash in a process of its own, with a time limit.
 
 A program answers with one line of JSON, the last of its output. Output goes to files, not pipes: a grandchild that
-outlives its parent would hold a pipe open, and the doctor would wait for it.
+outlives its parent would hold a pipe open, and the doctor would wait for it. The files lie in memory, since a full disk
+is one of the things the doctor is asked about.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from model_check.doctor.check import foreign_words
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
@@ -52,7 +54,7 @@ def ask(program: str, *arguments: str, limit_s: float, environ: Mapping[str, str
 def call(command: Sequence[str], *, limit_s: float, environ: Mapping[str, str], cwd: Path | None = None) -> Answer:
     """Runs a command until it ends or its time is over; then it and its children are ended."""
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
+    with _file_in_memory("output") as out, _file_in_memory("errors") as err:
         with _started(command, out, err, _with_package(environ), cwd) as process:
             try:
                 code = process.wait(limit_s)
@@ -62,9 +64,13 @@ def call(command: Sequence[str], *, limit_s: float, environ: Mapping[str, str], 
         return Answer({}, problem, time.monotonic() - started, _text(out))
 
 
+def _file_in_memory(name: str) -> IO[bytes]:
+    return os.fdopen(os.memfd_create(name), "w+b")
+
+
 @contextmanager
 def _started(
-    command: Sequence[str], out: Any, err: Any, environ: Mapping[str, str], cwd: Path | None
+    command: Sequence[str], out: IO[bytes], err: IO[bytes], environ: Mapping[str, str], cwd: Path | None
 ) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         command,
@@ -108,10 +114,9 @@ def _ending(code: int, err: str, out: str) -> str:
     lines = [line.strip() for line in (err or out).splitlines() if line.strip()]
     named = [line for line in lines if line.startswith("model-check: error: ")]
     words = (named[-1].removeprefix("model-check: error: ") if named else lines[-1]) if lines else "no message"
-    return f"exit code {code}: {words[: 2 * _SHORT]}"
+    return f"exit code {code}: {foreign_words(words)}"
 
 
-def _text(file: Any) -> str:
+def _text(file: IO[bytes]) -> str:
     file.seek(0)
-    content: bytes = file.read()
-    return content.decode(errors="replace")
+    return file.read().decode(errors="replace")

@@ -47,6 +47,8 @@ class Limits:
     write_warn_mb_s: float = 50.0
     open_files_fail: int = 256
     open_files_warn: int = 4096
+    address_space_fail: int = 1200 * MIB  # torch, gloo and the usual packages
+    file_size_fail: int = GIB
     locked_memory_warn: int = 64 * MIB
     processes_warn: int = 1024
     clock_skew_warn_s: float = 30.0

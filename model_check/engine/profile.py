@@ -37,10 +37,12 @@ def profiled(
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     export = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}")
+    done = 0
 
     def on_trace_ready(profiler: torch.profiler.profile) -> None:
-        export(profiler)
-        _explain(folder, rank, say)
+        if done > SKIPPED_STEPS:
+            export(profiler)
+            _explain(folder, rank, done, say)
 
     with (
         CommunicationProfiler(enabled=torch.distributed.is_initialized()) as communication,
@@ -52,17 +54,24 @@ def profiled(
     ):
 
         def step_done() -> None:
+            nonlocal done
+            done += 1
             communication.step()
             profiler.step()
 
         yield step_done
+        if done <= SKIPPED_STEPS:
+            say(
+                f"profile: nothing was traced in {done} step{'s' if done != 1 else ''}, since the first "
+                f"{SKIPPED_STEPS} describe no other; train {SKIPPED_STEPS + TRACED_STEPS} steps or more"
+            )
         if communication.enabled:
             write_json_atomic(folder / f"rank{rank}.communication.json", communication.get_stats().to_dict())
 
 
-def _explain(folder: Path, rank: int, say: Callable[[str], None]) -> None:
+def _explain(folder: Path, rank: int, steps_done: int, say: Callable[[str], None]) -> None:
     trace = max(folder.glob(f"rank{rank}.*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
-    summary = summarize(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
+    summary = summarize(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], steps_done)
     if summary is not None:
         write_json_atomic(folder / f"rank{rank}.summary.json", summary.to_dict())
         say(f"profile: {summary.words()}")

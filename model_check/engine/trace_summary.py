@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 DATA_WAIT = "model_check::data_wait"
-_STEP = re.compile(r"ProfilerStep#\d+")
+_STEP = re.compile(r"ProfilerStep#(\d+)")
 _LOADER = re.compile(rf"{DATA_WAIT}|enumerate\(DataLoader\)")
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _HOST = frozenset({"cpu_op", "user_annotation"})
@@ -86,10 +86,14 @@ class TraceSummary:
         return {**asdict(self), "words": self.words()}
 
 
-def summarize(events: Iterable[Mapping[str, Any]]) -> TraceSummary | None:
-    """From the `traceEvents` of a trace; None where it holds no whole step."""
+def summarize(events: Iterable[Mapping[str, Any]], steps_done: int | None = None) -> TraceSummary | None:
+    """From the `traceEvents` of a trace; None where it holds no whole step.
+
+    Where training ended inside the window, the last step of the trace is only what came after: `steps_done` leaves it
+    out.
+    """
     timed = [e for e in events if e.get("ph") == "X" and "dur" in e and "ts" in e]
-    steps = [e for e in timed if e.get("cat") == "user_annotation" and _STEP.fullmatch(str(e.get("name", "")))]
+    steps = [e for e in timed if e.get("cat") == "user_annotation" and _is_step(str(e.get("name", "")), steps_done)]
     if not steps:
         return None
     begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
@@ -111,6 +115,11 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> TraceSummary | None:
         communication_hidden=1 - exposed * total / communicating if communicating else None,
         advice=_advice(shares),
     )
+
+
+def _is_step(name: str, steps_done: int | None) -> bool:
+    match = _STEP.fullmatch(name)
+    return match is not None and (steps_done is None or int(match[1]) < steps_done)
 
 
 def _clipped(span: _Span, begin: float, end: float) -> _Span:

@@ -24,6 +24,7 @@ GB = 10**9
 _ROOM_TO_WORK_BYTES = 700 * 10**6
 # An interpreter with torch and its usual companions, measured on CPU builds.
 _COLD_START_BYTES = 1_200 * 10**6
+_MOST_ADDRESSES = 2.0**62  # beyond it the kernel cannot count, and no machine has as many
 _LOOK_EVERY_S = 0.25
 _M_ARENA_MAX = -8
 
@@ -65,7 +66,7 @@ def check_address_space(limit_gb: float, *, forked: bool) -> None:
 
 def limit_address_space(limit_gb: float) -> None:
     """For this process and its children; an allocation beyond it raises where it is made."""
-    limit = int(limit_gb * GB)
+    limit = int(min(limit_gb * GB, _MOST_ADDRESSES))
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 

@@ -92,9 +92,15 @@ def prepare_interpreter() -> None:
     faulthandler.enable(file=sys.stderr)
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(threads_named_by(os.environ.get("OMP_NUM_THREADS", "1")))
         if torch.distributed.is_available():
             torch.distributed.set_debug_level_from_env()
+
+
+def threads_named_by(text: str) -> int:
+    """OMP_NUM_THREADS may name one number for each level of nesting: `4,2`. Of any other the runtime complains."""
+    outermost = text.partition(",")[0].strip()
+    return max(1, int(outermost)) if outermost.isascii() and outermost.isdigit() else 1
 
 
 def forget_launcher() -> None:

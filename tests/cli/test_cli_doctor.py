@@ -16,11 +16,12 @@ import psutil
 import pytest
 from rich.console import Console
 
-from model_check.cli.doctor import stage_table, summary
+from model_check.cli.doctor import jobs_end_with_us, stage_table, summary
+from model_check.cli.installation import broken_package
 from model_check.cli.main import main
 from model_check.doctor import STAGES, Check, chosen_stages
 from model_check.errors import UsageError
-from tests.conftest import BIN, ROOT, Shell
+from tests.conftest import BIN, ROOT, Outcome, Shell
 
 CHECKS = [
     Check("memory", "ok", "21.8 GiB of memory, 2 cores"),
@@ -96,6 +97,111 @@ def test_stages_are_chosen_by_name_and_keep_their_order() -> None:
         chosen_stages(",")
 
 
+def test_a_closed_terminal_means_nothing_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with jobs_end_with_us():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("package", "distribution"), [("typer", "typer"), ("yaml", "PyYAML"), ("psutil", "psutil"), ("rich", "rich")]
+)
+def test_a_broken_package_that_the_doctor_itself_needs_is_named(shell: Shell, package: str, distribution: str) -> None:
+    done, file = with_package(shell, package, "raise ImportError('GLIBC_2.38 not found')\n")
+    assert done.code == 1 and done.out == ""
+    assert done.err == (
+        f"model-check: error: the package {package} cannot be imported: ImportError: GLIBC_2.38 not found ({file}:1); "
+        f"move that file away if it is not the real {package}, else pip install --force-reinstall {distribution}\n"
+    )
+
+
+def test_whatever_a_package_raises_is_told_as_its_own(shell: Shell) -> None:
+    done, file = with_package(shell, "psutil", "import json\njson.no_such_function()\n")
+    assert done.code == 1
+    said = "AttributeError: module 'json' has no attribute 'no_such_function'"
+    assert done.err.startswith(f"model-check: error: the package psutil cannot be imported: {said} ({file}:2); ")
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_a_fault_of_our_own_is_nobody_elses() -> None:
+    assert broken_package(raised(ValueError("step"))) is None
+    assert broken_package(raised(ImportError("cannot import name 'x'", name="model_check.cli"))) is None
+    assert broken_package(raised(ModuleNotFoundError("No module named 'model_check'", name="model_check"))) is None
+
+
+def test_a_library_in_machine_code_is_named_without_a_frame() -> None:
+    refused = broken_package(raised(ImportError("libfoo.so: cannot open shared object file", name="xxhash._xxhash")))
+    assert refused is not None and refused.message.startswith("the package xxhash cannot be imported: ImportError: lib")
+    part = broken_package(raised(ModuleNotFoundError("No module named 'yaml.reader'", name="yaml.reader")))
+    assert part is not None and part.message.startswith("the package yaml cannot be imported: ModuleNotFoundError: No")
+
+
+def test_a_missing_package_that_the_doctor_itself_needs_is_named(shell: Shell) -> None:
+    done, _ = with_package(shell, "psutil", "import _psutil_linux_of_another_python\n")
+    assert done.code == 1
+    assert done.err == (
+        "model-check: error: the package _psutil_linux_of_another_python is not installed; "
+        "bash run.sh installs what is needed\n"
+    )
+
+
+@pytest.mark.parametrize("package", ["numpy", "xxhash"])
+def test_a_broken_package_keeps_no_other_stage_away(shell: Shell, package: str) -> None:
+    done, file = with_package(shell, package, "raise ImportError('GLIBC_2.38 not found')\n", only="disk,data")
+    checks = {check["name"]: check for check in json.loads(done.out)["checks"]}
+    assert done.code == 1 and checks["file locks"]["status"] == "ok" and checks["data"]["status"] == "fail"
+    said = f"the rest of this stage could not be done: ImportError: GLIBC_2.38 not found ({file}:1)"
+    assert checks["data"]["detail"] == said
+
+
+def with_package(shell: Shell, name: str, source: str, only: str = "disk") -> tuple[Outcome, Path]:
+    """The doctor where this package stands in front of the installed one."""
+    file = shell.folder / "packages" / name / "__init__.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    path = os.pathsep.join([str(file.parents[1]), os.environ.get("PYTHONPATH", "")])
+    return shell.run(sys.executable, "-m", "model_check", "doctor", "--json", "--only", only, PYTHONPATH=path), file
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_utf8_shows_plain_signs(shell: Shell, encoding: str) -> None:
+    (shell.folder / "file").touch()
+    done = shell.run(
+        *(sys.executable, "-m", "model_check", "doctor", "--only", "disk", "--set", "checkpoint.dir=file/below"),
+        PYTHONIOENCODING=encoding,
+    )
+    assert done.code == 1 and done.err == ""
+    assert re.search(r"^ +x checkpoint folder .* is a file", done.out, re.M)
+    assert re.search(r"^ +-> move it away", done.out, re.M)
+    assert re.search(r"^ +\+ file locks ", done.out, re.M)
+
+
+def test_a_closed_output_is_no_failure_of_the_doctor(shell: Shell) -> None:
+    done = shell.run("bash", "-c", f"{sys.executable} -m model_check doctor --only disk >&-")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_a_current_folder_that_is_gone(shell: Shell) -> None:
+    gone = shell.folder / "gone"
+    gone.mkdir()
+    move_on = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})"
+    done = shell.run(sys.executable, "-c", f"{move_on}; from model_check.cli.main import main; main(['doctor'])")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        "model-check: error: the current folder cannot be used: No such file or directory; cd to one that exists\n"
+    )
+
+
 @pytest.mark.slow
 def test_a_trained_model_leaves_nothing_behind(shell: Shell) -> None:
     """The job of the doctor is a real one, in a folder of its own; logs, checkpoints and caches go with it."""
@@ -107,7 +213,8 @@ def test_a_trained_model_leaves_nothing_behind(shell: Shell) -> None:
 
 
 @pytest.mark.slow
-def test_a_doctor_that_is_ended_ends_its_job(shell: Shell) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
+def test_a_doctor_that_is_ended_ends_its_job(shell: Shell, how: signal.Signals) -> None:
     command = [str(BIN / "model-check"), "doctor", "--only", "train"]
     with subprocess.Popen(command, cwd=shell.folder, env=shell.environment(), stdout=subprocess.DEVNULL) as doctor:
         us = psutil.Process(doctor.pid)
@@ -115,8 +222,8 @@ def test_a_doctor_that_is_ended_ends_its_job(shell: Shell) -> None:
         while len(job := us.children(recursive=True)) < 2:
             assert doctor.poll() is None and time.monotonic() < deadline, "the trainer and its rank must appear"
             time.sleep(0.05)
-        doctor.terminate()
-        assert doctor.wait(30) == 128 + signal.SIGTERM
+        doctor.send_signal(how)
+        assert doctor.wait(30) == 128 + how
     _, alive = psutil.wait_procs(job, timeout=10)
     assert alive == []
 

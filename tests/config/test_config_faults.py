@@ -357,6 +357,21 @@ def test_groups_of_hsdp_must_divide_the_data_parallel_ranks() -> None:
     assert check_world(config, 6) == []
 
 
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "sentence"),
+    [
+        ([5], 1, "training.profile_ranks=[5] names none of the ranks, and this job has rank 0 alone"),
+        ([4, 7], 4, "training.profile_ranks=[4, 7] names none of the ranks, and this job has ranks 0 to 3"),
+        ([], 2, "training.profile_ranks=[] names none of the ranks, and this job has ranks 0 to 1"),
+    ],
+)
+def test_a_profile_of_no_rank_is_refused(ranks: list[int], world_size: int, sentence: str) -> None:
+    config = Config.model_validate({"training": {"profile": True, "profile_ranks": ranks}})
+    assert [(problem.code, problem.message) for problem in check_world(config, world_size)] == [("MC811", sentence)]
+    assert check_world(Config.model_validate({"training": {"profile_ranks": ranks}}), world_size) == []
+    assert check_world(Config.model_validate({"training": {"profile": True, "profile_ranks": [1, *ranks]}}), 2) == []
+
+
 def test_accumulation_follows_the_global_batch() -> None:
     config = load_config(preset="debug", overrides=["training.global_batch=48", "training.batch_size=4"])
     assert [config.accumulation(ranks) for ranks in (1, 2, 4)] == [12, 6, 3]

@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from model_check.data.hub import reachable
+from model_check.data.hub import reachable, silent
 from model_check.data.tokenizer import BUILTIN
 
 SECRET = "hf_do_not_print_me"
@@ -29,12 +29,13 @@ UNROUTABLE = "http://192.0.2.1"  # TEST-NET-1: packets go nowhere
 COMMIT = "0123456789012345678901234567890123456789"
 
 TRY = """
-import json, sys, time
+import json, os, sys, time
 import huggingface_hub  # its import is not what is measured
 if sys.argv[1] == "dataset":
     import datasets
-from model_check.data import DataSpec, load_tokenizer, prepare
+from model_check.data import DataSpec, hub, load_tokenizer, prepare
 from model_check.errors import DataError
+hub.ANSWER_SECONDS = float(os.environ.get("MODEL_CHECK_TEST_PATIENCE", hub.ANSWER_SECONDS))
 started = time.perf_counter()
 try:
     if sys.argv[1] == "tokenizer":
@@ -201,6 +202,31 @@ def test_a_downloaded_dataset_is_used_without_the_hub(tmp_path: Path, hub: Hub, 
     no_network = {**whole, "text_field": "body"}
     third = _try(tmp_path, "dataset", "owner/name", UNROUTABLE, no_network)
     assert "no column 'body'" in str(third["text"])
+
+
+@pytest.fixture
+def silent_hub() -> Iterator[str]:
+    """Accepts connections, as a proxy in front of a dead server does, and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "dataset"])
+def test_a_hub_that_accepts_and_says_nothing_is_asked_once(tmp_path: Path, kind: str, silent_hub: str) -> None:
+    """The libraries ask it five times, ten seconds each, and print every attempt."""
+    answer = _try(tmp_path, kind, "owner/name", silent_hub, MODEL_CHECK_TEST_PATIENCE="0.5")
+    assert (answer["error"], answer["code"]) == ("HubUnavailable", "MC905")
+    assert f"{silent_hub} does not answer within 0.5 s" in str(answer["text"])
+
+
+def test_a_refusal_is_an_answer(hub: Hub, silent_hub: str) -> None:
+    assert not silent(hub.url, 30.0)  # 404
+    assert silent(silent_hub, 0.2)
+
+
+def test_an_endpoint_that_is_none_is_not_reachable() -> None:
+    assert not reachable("http://127.0.0.1:99999")
+    assert not reachable("not a url", seconds=5.0)
 
 
 def test_a_port_without_a_listener_is_not_reachable(hub: Hub) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -192,3 +193,11 @@ def test_a_large_dataset_needs_a_number_of_samples() -> None:
     with pytest.raises(DataError, match="too large to prepare whole") as caught:
         resolve_source(DataSpec(dataset="c4"))
     assert "data.samples" in caught.value.remedy
+
+
+def test_a_pipe_is_said_to_be_one(tmp_path: Path) -> None:
+    """Opening it would wait for a writer, and reading it twice is not possible."""
+    os.mkfifo(tmp_path / "text.txt")
+    with pytest.raises(DataError, match=r"text\.txt' is neither a file nor a folder, but a pipe") as caught:
+        resolve_source(DataSpec(dataset=str(tmp_path / "text.txt")))
+    assert caught.value.code == "MC906"

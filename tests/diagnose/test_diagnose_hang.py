@@ -128,6 +128,14 @@ def test_the_gil_held_by_sleeping_c_code(stage):
     assert (finding.code, finding.ranks) == ("MC210", [1]) and stage.line(finding) == 8
 
 
+def test_a_process_that_goes_on_after_a_stop_is_not_judged_by_its_stacks_from_before(stage):
+    _, guilty = held_up(stage)
+    look(guilty, ("", 8, "decode"), ("", 30, "train"), gil=True, state="T")
+    assert stage.first().code == "MC209"
+    guilty.sample(stage.latest + 8, state="S")
+    assert stage.first().code == "MC219", "what it holds now nobody has seen"
+
+
 def test_the_gil_held_by_busy_c_code_outside_any_loop(stage):
     stage.source("import re\ndef clean(text):\n    return CLEAN.match(text)\n")
     _, guilty = held_up(stage)

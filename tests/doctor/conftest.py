@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from email.utils import formatdate
 from pathlib import Path
 
@@ -22,20 +22,30 @@ TOKEN = "hf_" + "x" * 34
 
 def confined(*words: str, unshare: str = "") -> Check:
     """Runs tests/doctor/confined.py WORDS, in namespaces of its own where named, and reads the check it prints."""
+    return _confined(words, unshare)[-1]
+
+
+def confined_stages(*words: str, unshare: str = "") -> list[Check]:
+    """The same for whole stages: every check of them."""
+    return _confined(("stages", *words), unshare)
+
+
+def _confined(words: Sequence[str], unshare: str) -> list[Check]:
     prefix = ["unshare", "-r", unshare] if unshare else []
     if prefix and subprocess.run([*prefix, "true"], capture_output=True).returncode:
         pytest.skip(f"unshare {unshare} is not permitted here")
     command = [*prefix, sys.executable, str(HERE / "confined.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=HERE.parents[1])
     assert done.returncode == 0, done.stderr
-    return Check(**json.loads(done.stdout.splitlines()[-1]))
+    return [Check(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """A hub on loopback that knows one token."""
+    """A hub on loopback that knows one token; `says` is what stands in its place, a status and a body."""
 
     skew_s = 0.0
     silent = False
+    says: tuple[int, bytes] | None = None
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -47,7 +57,12 @@ class _Answers(http.server.BaseHTTPRequestHandler):
             return
         known = self.headers.get("Authorization") == f"Bearer {TOKEN}" and self.path == "/api/whoami-v2"
         body = json.dumps({"name": "ada"} if known else {"error": "Invalid username or password."}).encode()
-        self.send_response_only(200 if known else 401)
+        status = 200 if known else 401
+        if self.server.says is not None:
+            status, body = self.server.says
+        self.send_response_only(status)
+        if status == 302:
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
         self.send_header("Date", formatdate(time.time() - self.server.skew_s, usegmt=True))
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

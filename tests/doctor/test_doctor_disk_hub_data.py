@@ -13,7 +13,8 @@ from model_check.doctor import Check, Limits, Places, Settings, examine
 from model_check.doctor.data import check_building, check_caches
 from model_check.doctor.disk import check_locks, check_maps, check_room, check_write_speed
 from model_check.doctor.hub import check_hub, find_token
-from tests.doctor.conftest import TOKEN, Hub, confined
+from model_check.doctor.remedies import host_remedy
+from tests.doctor.conftest import TOKEN, Hub, confined, confined_stages
 
 
 def of_hub(hub: Hub, **environ: str) -> dict[str, Check]:
@@ -31,6 +32,29 @@ def test_a_disk_without_room(tmp_path: Path, size: str, status: str) -> None:
 def test_a_disk_that_fills_up_while_it_is_measured(tmp_path: Path) -> None:
     check = confined("write-speed", str(tmp_path), "8m", unshare="-m")
     assert check.status == "fail" and "No space left on device" in check.detail
+
+
+def test_everything_is_said_where_no_disk_has_room(tmp_path: Path) -> None:
+    """No temporary folder, no map that could be written to: every stage still answers, and blames the disk."""
+    checks = {check.name: check for check in confined_stages("disk,data,train", str(tmp_path), "64k", unshare="-m")}
+    assert {name for name, check in checks.items() if check.status == "fail"} == {
+        "checkpoint folder",
+        "write speed",
+        "data cache folder",
+        "black box",
+        "log folder",
+        "data",
+        "train",
+    }
+    for name in ("write speed", "black box", "data", "train"):
+        assert checks[name].fix.startswith("free space on that disk"), checks[name]
+    assert "No usable temporary directory" in checks["train"].detail
+
+
+def test_a_disk_that_is_read_only_or_limited() -> None:
+    assert host_remedy("[Errno 30] Read-only file system", "x") == "use a folder on a disk that may be written to"
+    assert host_remedy("[Errno 27] File too large", "x").startswith("ulimit -f unlimited")
+    assert host_remedy("[Errno 13] Permission denied", "change its owner") == "change its owner"
 
 
 def test_a_slow_disk(tmp_path: Path) -> None:
@@ -123,6 +147,37 @@ def test_a_hub_that_accepts_and_says_nothing(hub: Hub) -> None:
     settings = Settings(environ={"HF_ENDPOINT": address}, limits=Limits(answer_s=0.3))
     checks = {check.name: check for check in check_hub(settings)}
     assert checks["hub"].status == "warn" and "sends nothing within 0.3 s" in checks["hub"].detail
+
+
+@pytest.mark.parametrize(
+    "says",
+    [(200, b"<html>accept the terms of this network</html>"), (200, b"[]"), (200, b""), (302, b"")],
+    ids=["login page", "a list", "nothing", "another host"],
+)
+def test_somebody_else_in_the_place_of_the_hub(hub: Hub, says: tuple[int, bytes]) -> None:
+    hub.says = says
+    checks = of_hub(hub, HF_TOKEN=TOKEN)
+    assert list(checks) == ["hub"], "nothing is known about the token"
+    assert checks["hub"].status == "warn"
+    assert checks["hub"].detail.endswith(f" answers, but not as the hub does (HTTP {says[0]})")
+
+
+def test_a_name_cannot_steer_the_terminal(hub: Hub) -> None:
+    hub.says = (200, b'{"name": "eve\\u001b[2J\\n"}')
+    assert of_hub(hub, HF_TOKEN=TOKEN)["hub token"].detail == "HF_TOKEN belongs to eve?[2J"
+
+
+@pytest.mark.parametrize("endpoint", ["not a url", "http://127.0.0.1:99999", "huggingface.co", "http://", ""])
+def test_an_endpoint_that_is_no_address(endpoint: str) -> None:
+    checks = list(check_hub(Settings(environ={"HF_ENDPOINT": endpoint})))
+    assert [check.status for check in checks] == ["warn", "skip"]
+    assert checks[0].detail == f"HF_ENDPOINT={endpoint.rstrip('/')} is no address"
+
+
+def test_a_password_in_the_endpoint_is_not_shown() -> None:
+    for endpoint in ("http://me:pass-word@127.0.0.1:9", "http://me:pass-word@127.0.0.1:99999"):
+        hub, _ = check_hub(Settings(environ={"HF_ENDPOINT": endpoint}))
+        assert hub.status == "warn" and "127.0.0.1:9" in hub.detail and "pass-word" not in hub.detail
 
 
 def test_an_offline_setting_is_respected() -> None:

@@ -62,6 +62,21 @@ def test_low_limit_of_open_files(number: int, status: str) -> None:
     assert ("ulimit -n" in check.fix) == (status != "ok")
 
 
+@pytest.mark.parametrize(
+    ("kind", "number", "status", "fragment"),
+    [
+        ("address-space", 1 << 30, "fail", "1 GiB of addresses per process (ulimit -v): torch alone maps more"),
+        ("address-space", 8 << 30, "warn", "8 GiB of addresses"),
+        ("file-size", 100 << 10, "fail", "no file may be larger than 100 KiB (ulimit -f)"),
+        ("file-size", 8 << 30, "warn", "no file may be larger than 8 GiB"),
+    ],
+)
+def test_limits_of_the_shell_are_named_where_they_are_set(kind: str, number: int, status: str, fragment: str) -> None:
+    check = confined(kind, str(number))
+    assert check.name == kind.replace("-", " ")
+    assert check.status == status and check.detail.startswith(fragment) and " unlimited" in check.fix
+
+
 def test_low_limit_of_processes() -> None:
     check = confined("processes", "500")
     assert check.status == "warn" and "500 processes" in check.detail

@@ -36,12 +36,41 @@ def imported(package: Package, environ: dict[str, str], limits: Limits | None = 
 
 
 def test_a_package_that_raises_is_named_with_its_line(package: MakePackage) -> None:
-    environ = package("datasets", "import json\n\nraise ImportError('libarrow.so: undefined symbol')\n")
-    check = imported(Package("datasets", "datasets"), environ)
+    environ = package("flash_attn", "import json\n\nraise ImportError('libcudart.so: undefined symbol')\n")
+    check = imported(Package("flash_attn", "flash-attn"), environ)
     assert check.status == "fail"
-    assert check.detail.startswith("ImportError: libarrow.so: undefined symbol (")
-    assert check.detail.endswith("/packages/datasets/__init__.py:3)")
-    assert "pip install --force-reinstall datasets" in check.fix
+    assert check.detail.startswith("ImportError: libcudart.so: undefined symbol (")
+    assert check.detail.endswith("/packages/flash_attn/__init__.py:3)")
+    assert "pip install --force-reinstall flash-attn" in check.fix
+
+
+def test_a_folder_of_the_user_that_hides_an_installed_package(package: MakePackage, tmp_path: Path) -> None:
+    hiding = str(tmp_path / "packages" / "datasets" / "__init__.py")
+    environ = package("datasets", "names = []\n")
+    check = imported(Package("datasets", "datasets"), environ)
+    assert check.status == "warn" and check.detail.startswith(f"{hiding} is imported, not the installed ")
+    assert check.fix.startswith(f"rename {hiding}, ")
+    Path(hiding).write_text("raise AttributeError('names')\n")
+    broken = imported(Package("datasets", "datasets"), environ)
+    assert broken.status == "fail" and broken.detail == f"AttributeError: names ({hiding}:1)"
+    assert broken.fix.startswith(f"rename {hiding}, ")
+
+
+def test_a_file_that_cannot_be_parsed_is_named(package: MakePackage) -> None:
+    check = imported(Package("flash_attn", "flash-attn"), package("flash_attn", "\ndef broken(:\n"))
+    assert check.status == "fail" and check.detail.endswith("/packages/flash_attn/__init__.py:2)")
+
+
+def test_a_message_without_end_stays_a_sentence(package: MakePackage) -> None:
+    environ = package("flash_attn", "raise RuntimeError('\\x1b[2Jlong ' * 1_000_000)\n")
+    check = imported(Package("flash_attn", "flash-attn"), environ)
+    assert check.detail.startswith("RuntimeError: ?[2Jlong ?[2Jlong ") and len(check.detail) < 600
+    assert check.detail.isprintable() and check.detail.endswith("/flash_attn/__init__.py:1)")
+
+
+def test_a_package_is_not_blamed_for_a_limit_of_the_shell(package: MakePackage) -> None:
+    check = imported(Package("flash_attn", "flash-attn"), package("flash_attn", "raise MemoryError\n"))
+    assert check.detail.startswith("MemoryError (") and "ulimit -v" in check.fix and "pip" not in check.fix
 
 
 def test_a_package_that_hangs_does_not_hang_the_doctor(package: MakePackage) -> None:

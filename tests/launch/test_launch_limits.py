@@ -82,6 +82,18 @@ def test_a_limit_above_the_hard_one_is_cut_to_it() -> None:
     assert int(done.stdout) == 3_000_000_000
 
 
+def test_a_limit_beyond_all_counting_is_set_as_high_as_it_goes() -> None:
+    program = (
+        "import resource\n"
+        "from model_check.launch.limits import limit_address_space\n"
+        "limit_address_space(1e30)\n"
+        "print(*resource.getrlimit(resource.RLIMIT_AS), resource.RLIM_INFINITY)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    soft, hard, infinity = map(int, done.stdout.split())
+    assert soft == (1 << 62 if hard == infinity else hard)
+
+
 @pytest.fixture
 def holder() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

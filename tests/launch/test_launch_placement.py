@@ -12,6 +12,7 @@ import pytest
 from model_check.launch.context import RankContext
 from model_check.launch.gpus import Gpu, visible_gpus
 from model_check.launch.placement import Hosts, Placement
+from model_check.launch.ranks import threads_named_by
 from model_check.rundir import RunDir
 
 _MACHINE = [Gpu(i, f"GPU-{i}", "H200", 100, 0, 0) for i in range(8)]
@@ -60,3 +61,10 @@ def test_an_isolated_rank_sees_its_own_gpu_by_its_uuid() -> None:
 def test_the_host_stands_in_front_where_there_are_several() -> None:
     assert [context.label for context, _ in _described("5", 1, isolate=False, hosts=2)] == [f"{_HOST}:GPU5"]
     assert [context.label for context, _ in _described("", 1, isolate=False, hosts=2)] == [f"{_HOST}:CPU0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"), [("4", 4), ("8,4,2", 8), (" 3 ,1", 3), ("0", 1), ("", 1), ("abc", 1), ("-2", 1), ("²", 1)]
+)
+def test_every_form_of_omp_num_threads(text: str, threads: int) -> None:
+    assert threads_named_by(text) == threads

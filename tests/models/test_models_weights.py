@@ -251,6 +251,19 @@ def test_without_a_network_the_hub_is_not_even_tried(
     assert "secret" not in str(caught.value)
 
 
+def test_a_hub_that_accepts_and_says_nothing_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would ask five times and wait ten seconds each time."""
+    for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("model_check.models.hub._ANSWER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        with pytest.raises(HubUnavailable, match=f"{endpoint} cannot be reached"):
+            shape_from_pretrained("meta-llama/Llama-9")
+
+
 @pytest.fixture
 def unreachable_port() -> int:
     """A loopback port that was free a moment ago: connecting to it is refused."""

@@ -11,10 +11,14 @@ import importlib
 import json
 import os
 import sys
+import sysconfig
 import time
 import traceback
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
+
+_LONGEST = 2000
 
 
 def resident_bytes() -> int:
@@ -27,19 +31,40 @@ def import_one(name: str) -> dict[str, Any]:
     try:
         module = importlib.import_module(name)
     except BaseException as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         missing = isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]
-        text = " ".join(str(error).split())
+        text = " ".join(str(error)[:_LONGEST].split())
         return {
-            "error": f"{type(error).__name__}: {text}",
-            "line": f"{frame.filename}:{frame.lineno}",
+            "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
+            "line": where(error),
             "missing": missing,
+            "shadows": shadowing_file(name),
         }
     return {
         "seconds": time.perf_counter() - started,
         "bytes": resident_bytes() - before,
         "file": getattr(module, "__file__", None),
+        "shadows": shadowing_file(name),
     }
+
+
+def where(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def shadowing_file(name: str) -> str | None:
+    """The file that is imported in place of the installed package of that name; None where it is the installed one."""
+    top = name.partition(".")[0]
+    if top == "model_check":
+        return None  # the doctor's own, wherever it lies
+    paths = sysconfig.get_paths()
+    installed = PathFinder.find_spec(top, [paths["purelib"], paths["platlib"]])
+    found = PathFinder.find_spec(top)
+    if installed is None or found is None or not installed.origin or not found.origin:
+        return None
+    return None if Path(installed.origin).samefile(found.origin) else found.origin
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""A package that cannot be imported, in one sentence: which one, what it says, where it lies. Standard library only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import traceback
+from types import TracebackType
+
+from model_check.errors import LaunchError
+
+_OURS = "model_check"
+_MACHINERY = ("importlib", "_frozen_importlib", "_frozen_importlib_external", "runpy", "__main__", _OURS)
+_LONGEST = 300
+
+
+def broken_package(error: BaseException) -> LaunchError | None:
+    """The package whose import raised this, whatever it raised; None where no import of another package did."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and "." not in missing and missing != _OURS:
+        return LaunchError(f"the package {missing} is not installed", remedy="bash run.sh installs what is needed")
+    name = _first_foreign_module(error.__traceback__)
+    if name is None and isinstance(error, ImportError):
+        name = _top(error.name or "")  # a library in machine code has no frame of its own
+    if not name or name == _OURS:
+        return None
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+    remedy = f"move that file away if it is not the real {name}, else pip install --force-reinstall {_brought_by(name)}"
+    return LaunchError(
+        f"the package {name} cannot be imported: {said} ({frame.filename}:{frame.lineno})", remedy=remedy
+    )
+
+
+def _first_foreign_module(trace: TracebackType | None) -> str | None:
+    """What our own code imported: a package that this one needs may be the one at fault, and its line is shown.
+
+    Only code that runs while a module is imported counts: functions on the way, such as the parser's, do not.
+    """
+    while trace is not None:
+        module = _top(str(trace.tb_frame.f_globals.get("__name__", "")))
+        if trace.tb_frame.f_code.co_name == "<module>" and module not in _MACHINERY:
+            return module
+        trace = trace.tb_next
+    return None
+
+
+def _brought_by(module: str) -> str:
+    return importlib.metadata.packages_distributions().get(module, [module])[0]
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
