@@ -13,17 +13,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from model_check.doctor.check import foreign_words
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 _GRACE_S = 3.0
+_RUNNING: set[subprocess.Popen[bytes]] = set()
+T = TypeVar("T")
 _SHORT = 160
 
 
@@ -81,9 +84,11 @@ def _started(
         cwd=cwd,
         start_new_session=True,
     )
+    _RUNNING.add(process)
     try:
         yield process
     finally:
+        _RUNNING.discard(process)
         # A launcher ends its ranks when asked; whoever does not listen is ended with its whole group.
         if process.poll() is None:
             process.terminate()
@@ -92,6 +97,22 @@ def _started(
             except subprocess.TimeoutExpired:
                 _kill_group(process.pid)
                 process.wait()
+
+
+def side_by_side(tasks: Sequence[Callable[[], T]], at_once: int) -> list[T]:
+    """The results of tasks that wait for programs, in their order. An interrupt ends all programs under way."""
+    if at_once < 2 or len(tasks) < 2:
+        return [task() for task in tasks]
+    with ThreadPoolExecutor(at_once) as pool:
+        begun = [pool.submit(task) for task in tasks]
+        try:
+            return [task.result() for task in begun]
+        except BaseException:
+            # It came to this thread; the others wait for programs that have a session of their own.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_RUNNING):
+                process.terminate()
+            raise
 
 
 def _kill_group(pid: int) -> None:

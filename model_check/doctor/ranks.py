@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 from model_check.doctor.check import Check, failed, passed, skipped
 from model_check.doctor.jobs import finished_job, scratch_folder
 from model_check.doctor.network import LOOPBACK, check_network
-from model_check.doctor.probe import PROGRAMS
+from model_check.doctor.probe import PROGRAMS, side_by_side
 from model_check.doctor.settings import Settings
 
 
@@ -18,9 +19,9 @@ def check_ranks(settings: Settings) -> Iterator[Check]:
     if any(check.name == LOOPBACK and check.status == "fail" for check in network):
         yield skipped("gloo ranks", "ranks cannot meet without loopback")
         return
-    if settings.gpus:
-        yield check_start(settings, "cuda", len(settings.gpus))
-    yield check_start(settings, "cpu", settings.cpu_ranks)
+    jobs = [partial(check_start, settings, "cuda", len(settings.gpus))] if settings.gpus else []
+    jobs.append(partial(check_start, settings, "cpu", settings.cpu_ranks))
+    yield from side_by_side(jobs, settings.cores // 4)
 
 
 def check_start(settings: Settings, kind: str, ranks: int) -> Check:

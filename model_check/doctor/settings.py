@@ -86,6 +86,7 @@ class Settings:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     gpus: tuple[Gpu, ...] = ()
     cpu_ranks: int = 2
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     train: tuple[str, ...] = (sys.executable, "-m", "model_check.cli.main", "train")
     run: tuple[str, ...] = (sys.executable, "-m", "model_check.cli.main", "run")
     peak: Callable[[str], float | None] = no_peak
