@@ -225,6 +225,7 @@ def _train_here(
         from model_check.data import entropy_floor
         from model_check.engine.data_spec import data_spec
         from model_check.launch.console import ConsoleOptions
+        from model_check.launch.hooks import Graces
         from model_check.launch.job import launch_job
         from model_check.launch.placement import Hosts
         from model_check.launch.supervisor import Limits
@@ -251,6 +252,7 @@ def _train_here(
         preload_modules=_preload(config, bool(chosen)),
         max_restarts=config.launch.max_restarts,
         memory_limit_gb=config.launch.memory_limit_gb,
+        graces=Graces(stop_s=config.launch.stop_grace_s) if config.checkpoint.interval else None,
         hooks=supervisor.hooks(),
         console=ConsoleOptions(
             max_steps=config.training.max_steps,
