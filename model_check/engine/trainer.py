@@ -55,6 +55,7 @@ class _GivenBatches:
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
         self.cursor = Cursor()
+        self.identity: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Any]:
         while True:

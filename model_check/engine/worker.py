@@ -45,10 +45,13 @@ from model_check.plan.peaks import peak_flops
 
 
 class Batches(Protocol):
-    """What the loop needs of a loader: micro-batches, and a cursor that says where it stands."""
+    """What the loop needs of a loader: micro-batches, a cursor, and in which order of which data it points."""
 
     @property
     def cursor(self) -> Cursor: ...
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -87,6 +90,7 @@ class Session:
             "step": step,
             "tokens": tokens,
             "cursor": {"epoch": cursor.epoch, "position": cursor.position},
+            "data": self.loader.identity,
             "loss_scale": self.train_step.loss_scale.state_dict(),
             "val_loss": val_loss,
             "strategy": self.config.parallel.strategy,
@@ -99,26 +103,26 @@ class Session:
 
         manifest, optimizer = checkpoint.manifest, self.train_step.optimizer
         whole = any(name.startswith("optimizer.") for name in manifest.tensors)
+        progress = resume.progress_of(manifest) if whole else None
         with span("load", str(checkpoint.path)):
             state = resume.model_tensors(self.bare_model)
             if whole:
                 resume.materialize_optimizer(optimizer)
-                state.update(resume.optimizer_tensors(self.bare_model, optimizer))
+                moments = resume.optimizer_tensors(self.bare_model, optimizer)
+                resume.check_moments(manifest, moments)
+                state.update(moments)
             load_into(checkpoint.path, manifest, {k: v for k, v in state.items() if k in manifest.tensors})
-        if not whole:
+        if progress is None:
             return ["it holds weights only: optimizer, data and step count start fresh"]
-        extra = manifest.extra
-        self.first_step, self.tokens_before = extra["step"] + 1, extra["tokens"]
-        self.loader.seek(Cursor(**extra["cursor"]))
-        self.train_step.loss_scale.load_state_dict(extra["loss_scale"])
+        self.first_step, self.tokens_before = progress.step + 1, progress.tokens
+        self.train_step.loss_scale.load_state_dict(progress.loss_scale)
+        notes = resume.data_changes(progress.data, self.loader.identity)
+        self.loader.seek(Cursor() if notes else progress.cursor)
         if manifest.world_size != self.place.world_size:
             seed_everything(self.config.system.seed + self.first_step, self.place.rank)
-            return [
-                f"[MC606] saved on {manifest.world_size} ranks, continued on {self.place.world_size}: the data goes on "
-                "at the same sample, random generators are seeded anew"
-            ]
+            return [*notes, resume.other_ranks_note(manifest.world_size, self.place.world_size)]
         resume.restore_random(checkpoint.path, manifest, self.place.rank, self.place.device)
-        return []
+        return notes
 
 
 def seed_everything(seed: int, rank: int) -> None:
