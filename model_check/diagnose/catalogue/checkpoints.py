@@ -94,7 +94,7 @@ CHECKPOINTS: dict[str, Entry] = {
     ),
     "MC609": Entry(
         "data of another run",
-        "A checkpoint is continued on other data, or on the same in another order, so its place in the data means nothing.",
+        "A checkpoint is continued on other data, or the same in another order: its place in the data means nothing.",
         "data.*, the tokenizer, training.context_length or system.seed changed since it was saved.",
         "Checkpoints record the seed, the context length and a fingerprint of the tokens.",
         (
