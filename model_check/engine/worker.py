@@ -73,6 +73,7 @@ class Session:
     held_out: PackedCache | None
     first_step: int = 0
     tokens_before: int = 0
+    continued: Path | None = None  # the checkpoint it goes on from
 
     def state(self) -> dict[str, Any]:
         """Every tensor that a checkpoint holds, by name."""
@@ -114,6 +115,7 @@ class Session:
             load_into(checkpoint.path, manifest, {k: v for k, v in state.items() if k in manifest.tensors})
         if progress is None:
             return ["it holds weights only: optimizer, data and step count start fresh"]
+        self.continued = checkpoint.path
         self.first_step, self.tokens_before = progress.step + 1, progress.tokens
         self.train_step.loss_scale.load_state_dict(progress.loss_scale)
         notes = resume.data_changes(progress.data, self.loader.identity)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from model_check import load_config
+from model_check.checkpoint import layout
 from model_check.checkpoint.manifest import Manifest
 from model_check.checkpoint.peers import Peers
 from model_check.checkpoint.shards import read_tensor
@@ -189,6 +190,20 @@ def test_best_by_validation_loss_is_kept_and_said_in_the_manifest() -> None:
         saving.save(info, wait=True)
     assert sorted(path.name for path in saving.folder.glob("step_*")) == ["step_00000001", "step_00000003"]
     assert saving.committed == 3
+
+
+def test_a_run_whose_last_save_failed_ends_with_that_word() -> None:
+    it = session(**{"training.max_steps": 10})
+    said: list[str] = []
+    saver = open_saver(it.config, Peers(), lineage=None, name="run")
+    saving = Saving(it, saver, last_step=10, say=said.append)
+
+    def on_step(info: StepInfo) -> None:
+        if info.step == 7:  # a file where the next save wants its folder
+            layout.staging_folder(saver.lineage, 9, layout.owner()).write_text("in the way")
+
+    fit(it, on_step=on_step, max_steps=10, saving=saving)
+    assert said[-1] == "checkpoint: the state after step 9 is not saved; the newest is of step 4"
 
 
 def train_once(it: Session) -> None:

@@ -63,7 +63,7 @@ def test_checkpoints_are_saved_at_their_interval() -> None:
     trainer().train(num_steps=5, save_checkpoints=True, checkpoint_interval=2)
     lineages = [path for path in Path(".checkpoints").iterdir() if not path.is_symlink()]
     assert len(lineages) == 1
-    saved = sorted(path.name for path in lineages[0].iterdir())
+    saved = sorted(path.name for path in lineages[0].iterdir() if path.is_dir())
     assert saved == ["latest", "step_00000001", "step_00000003", "step_00000004"]
     assert (Path(".checkpoints") / "latest").resolve().name == "step_00000004"
 
