@@ -64,6 +64,11 @@ def unfinished(lineage: Path) -> list[Path]:
     ]
 
 
+def was_meant_as_one(folder: Path) -> bool:
+    """Whether a folder without a manifest is what is left of a checkpoint, and not something else."""
+    return bool(_COMMITTED.fullmatch(folder.resolve().name)) or any(folder.glob("rank_*.bin"))
+
+
 def _owner_lives(path: Path) -> bool:
     """The process that works on it runs on this host; of other hosts nothing is known."""
     match = _ASIDE.fullmatch(path.name)

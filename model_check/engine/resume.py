@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from model_check.checkpoint.manifest import Manifest
-from model_check.checkpoint.weight_files import Weights, clean_name
+from model_check.checkpoint.weight_files import StoredTensor, Weights, clean_name
 from model_check.data import Cursor
 from model_check.errors import CheckpointError
 from model_check.models import own_name
@@ -27,8 +27,8 @@ from model_check.models.distribute import fill
 
 _MOST_NAMES = 6
 # What else to do about weights that do not fit, by where they were asked for.
-_RESUMED = "name another checkpoint, or start without --resume"
-PRETRAINED = "set model.model_path to another file, or model.init to random"
+_RESUMED = "give model.* the values it was saved with, name another checkpoint, or start without --resume"
+PRETRAINED = "give model.* the values it was saved with, set model.model_path to another file, or model.init to random"
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _a_few(faults: list[str]) -> str:
 
 
 def _misfit(
-    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], what: str, instead: str = _RESUMED
+    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], what: str, remedy: str = _RESUMED
 ) -> CheckpointError | None:
     faults = [
         *(
@@ -216,27 +216,38 @@ def _misfit(
         return None
     return CheckpointError(
         f"{what} is of another model: {_a_few(faults)}",
-        remedy=f"give model.* the values it was saved with, {instead}",
+        remedy=remedy,
         code="MC607",
     )
 
 
-@torch.no_grad()
-def load_weights(
-    model: nn.Module, weights: Weights, shapes: Mapping[str, tuple[int, ...]], *, instead: str = _RESUMED
-) -> None:
-    """Fills the model from a plain file of weights, one tensor at a time; our names or Hugging Face's.
+def fitting_tensors(
+    weights: Weights, shapes: Mapping[str, tuple[int, ...]], *, remedy: str = _RESUMED
+) -> dict[str, StoredTensor]:
+    """What a plain file holds for a model of these shapes, by the model's names; raises MC607 where it is another's.
 
-    shapes: those of the whole model, of which this rank may hold a part.
+    The file may have our names or Hugging Face's.
     """
     stored = {f"model.{name}": tensor for name, tensor in weights.tensors.items() if not name.endswith("inv_freq")}
     if not shapes.keys() & stored.keys():
         stored = {f"model.{_own_name(name.removeprefix('model.'))}": tensor for name, tensor in stored.items()}
         if "model.output.weight" not in shapes:
             stored.pop("model.output.weight", None)
-    wrong = _misfit({name: tensor.shape for name, tensor in stored.items()}, shapes, str(weights.path), instead)
+    wrong = _misfit({name: tensor.shape for name, tensor in stored.items()}, shapes, str(weights.path), remedy)
     if wrong is not None:
         raise wrong
+    return stored
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module, weights: Weights, shapes: Mapping[str, tuple[int, ...]], *, remedy: str = _RESUMED
+) -> None:
+    """Fills the model from a plain file of weights, one tensor at a time.
+
+    shapes: those of the whole model, of which this rank may hold a part.
+    """
+    stored = fitting_tensors(weights, shapes, remedy=remedy)
     for name, target in model_tensors(model).items():
         fill(target, stored[name].read())
 
