@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,17 +123,32 @@ def convert(
     shape = _shape_of(weights.metadata, weights.kind, source, like)
     tensors = _renamed(weights.tensors, to_hugging_face=form == "hf")
     metadata = {**weights.metadata, "shape": shape}
-    if form == "hf":
-        weight_writers.write_hugging_face(target, tensors, _config(shape, weights))
-    elif form == "safetensors":
-        weight_writers.write_safetensors(target, tensors, metadata)
-    elif form == "pt":
-        weight_writers.write_pt(target, tensors, metadata)
-    else:
-        weight_writers.write_sharded(target, tensors, metadata)
+    with _ending_in_order():
+        if form == "hf":
+            weight_writers.write_hugging_face(target, tensors, _config(shape, weights))
+        elif form == "safetensors":
+            weight_writers.write_safetensors(target, tensors, metadata)
+        elif form == "pt":
+            weight_writers.write_pt(target, tensors, metadata)
+        else:
+            weight_writers.write_sharded(target, tensors, metadata)
     for prefix in weights.removed_prefixes:
         typer.echo(f"[MC605] names in {source} carried {prefix}; taken off")
     typer.echo(f"{target}: {len(tensors)} tensors, {weights.bytes:,} bytes")
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, so that what is half written is removed."""
+
+    def stop(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _existing(path: Path) -> Path:

@@ -232,8 +232,7 @@ def _train_here(
 
     config = fitted.config
     _check_checkpoint_folder(config)
-    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
-        raise UsageError("logging.wandb is true and wandb is not installed", remedy="pip install wandb, or turn it off")
+    _check_what_is_here(config, on_gpu=bool(chosen))
     _warn_of_a_large_model_on_the_cpu(config, chosen)
     directory = RunDir.create(run_dir, resuming=resume is not None, resume_flag="--resume auto")
     directory.set_aside_earlier_attempt()
@@ -308,6 +307,19 @@ def _check_resume(resume: str | None) -> None:
         raise UsageError(
             f"there is no checkpoint {resume}", remedy="name a step_* folder or a .pt file, or use --resume auto"
         )
+
+
+def _check_what_is_here(config: Config, *, on_gpu: bool) -> None:
+    """What needs a package or a chip that this machine lacks: every rank would stop at it."""
+    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("logging.wandb is true and wandb is not installed", remedy="pip install wandb, or turn it off")
+    if config.training.optimizer_states == "8bit" and importlib.util.find_spec("torchao") is None:
+        raise UsageError(
+            "training.optimizer_states=8bit needs torchao, which is not installed",
+            remedy="pip install torchao, or set training.optimizer_states to bf16",
+        )
+    if config.training.compute_precision == "fp8" and not on_gpu:
+        raise UsageError("training.precision=fp8 does not run on CPU ranks", remedy="use bf16")
 
 
 def _check_checkpoint_folder(config: Config) -> None:

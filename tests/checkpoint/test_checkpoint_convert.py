@@ -6,8 +6,10 @@ import itertools
 import json
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -236,6 +238,30 @@ def test_verify_calls_nothing_damaged_that_was_never_ours(tmp_path: Path, model:
     assert verify(tmp_path / "step_00000007") == 1
     convert(tmp_path / "x.pt", tmp_path / "ours", to="sharded")
     assert verify(tmp_path / "ours") == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_conversion_that_is_ended_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    # 2 GiB of zeros that take no room on the disk: more than can be written before the signal comes.
+    names = [f"w{index}" for index in range(128)]
+    size = 16 << 20
+    header = {
+        name: {"dtype": "U8", "shape": [size], "data_offsets": [index * size, (index + 1) * size]}
+        for index, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    source = tmp_path / "source.safetensors"
+    with source.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + len(names) * size)
+    command = [sys.executable, "-m", "model_check", "checkpoint", "convert", str(source), str(tmp_path / "x.pt")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        while running.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(".x.pt.*.tmp")):
+            time.sleep(0.005)
+        running.send_signal(number)
+        out, _ = running.communicate(timeout=60)
+    assert (running.returncode, out) == (code, "")
+    assert list(tmp_path.iterdir()) == [source]
 
 
 STREAM = """
