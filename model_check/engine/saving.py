@@ -16,7 +16,7 @@ from model_check.observe.instrument.spans import span
 
 if TYPE_CHECKING:
     from model_check.checkpoint.saver import Saved, Saver
-    from model_check.engine.worker import Session
+    from model_check.engine.session import Session
 
 
 def open_saver(config: Config, peers: Peers, *, lineage: Path | None, name: str, origin: Path | None = None) -> Saver:

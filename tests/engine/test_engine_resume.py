@@ -24,7 +24,8 @@ from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place
 from model_check.engine.saving import Saving, open_saver
-from model_check.engine.worker import Session, assemble, continue_from, fit, open_loader
+from model_check.engine.session import Session
+from model_check.engine.worker import assemble, continue_from, fit, open_loader
 from model_check.errors import CheckpointError
 
 
