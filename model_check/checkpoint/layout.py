@@ -64,6 +64,11 @@ def unfinished(lineage: Path) -> list[Path]:
     ]
 
 
+def holds_any(folder: Path) -> bool:
+    """Whether the folder is a checkpoint, or there are some in it or in a lineage below, whole or not."""
+    return (folder / MANIFEST).exists() or was_meant_as_one(folder) or bool(lineages(folder))
+
+
 def was_meant_as_one(folder: Path) -> bool:
     """Whether a folder without a manifest is what is left of a checkpoint, and not something else."""
     return bool(_COMMITTED.fullmatch(folder.resolve().name)) or any(folder.glob("rank_*.bin"))

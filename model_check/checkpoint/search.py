@@ -61,6 +61,12 @@ def named(path: Path, directory: Path, peers: Peers, misfit: Misfit) -> Found:
     path = path.resolve()
     if not (path / MANIFEST).exists() and layout.lineages(path):
         found = newest(path, peers, misfit)
+        if found.checkpoint is None:
+            raise CheckpointError(
+                f"no checkpoint in {path} is whole ({'; '.join(found.notes[:-1])})",
+                remedy="name another one, or use --resume auto, which starts fresh where there is none",
+                code="MC603",
+            )
         return Found(found.checkpoint, _to_continue(found.checkpoint, directory), found.notes)
     wrong = misfit(Manifest.read(path))
     if wrong is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model_check.checkpoint.layout import LATEST, lineages
 from model_check.checkpoint.manifest import MANIFEST, Manifest
-from model_check.config.shard_index import INDEX_FILE, SINGLE_FILE, files_in_index
+from model_check.config.shard_index import INDEX_FILE, SINGLE_FILE, files_in_index, is_weights_folder
 from model_check.errors import CheckpointError
 
 MODEL_PREFIX = "model."
@@ -80,7 +80,7 @@ def kind_of(path: Path) -> str:
     if path.is_dir():
         if (path / MANIFEST).exists():
             return "sharded"
-        if (path / INDEX_FILE).exists() or (path / SINGLE_FILE).exists():
+        if is_weights_folder(path):
             return "hf"
     elif path.is_file():
         return "safetensors" if path.suffix == ".safetensors" else "pt"

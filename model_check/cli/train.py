@@ -14,10 +14,12 @@ from typing import Annotated, Any
 
 import typer
 
+from model_check.checkpoint import layout
 from model_check.cli.fitting import Fitted, fit_to_gpus
 from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
 from model_check.cli.rank_start import begin_rank
 from model_check.config import Config, check_world, to_jsonable
+from model_check.config.shard_index import is_weights_folder
 from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
 from model_check.launch.gate import plan_gate
@@ -48,7 +50,7 @@ def train(
     fast_dev_run: Annotated[int, typer.Option(help="Only N steps, without checkpoints and trackers.")] = 0,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Loader workers per rank.")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or a .pt file.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or weights in another form.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
     force: Annotated[
@@ -302,11 +304,19 @@ class _Stopped(BaseException):
 
 
 def _check_resume(resume: str | None) -> None:
-    """A path that is not there is a slip of the pen: no rank need start to find that out."""
-    if resume not in (None, "auto") and not Path(resume).exists():
-        raise UsageError(
-            f"there is no checkpoint {resume}", remedy="name a step_* folder or a .pt file, or use --resume auto"
-        )
+    """A path that is not there, or is something else, is a slip of the pen: no rank need start to find that out."""
+    if resume in (None, "auto"):
+        return
+    path = Path(resume)
+    if not path.exists():
+        wrong = f"there is no checkpoint {resume}"
+    elif path.is_dir() and not layout.holds_any(path) and not is_weights_folder(path):
+        wrong = f"{resume} holds no checkpoint and no weights"
+    else:
+        return
+    raise UsageError(
+        wrong, remedy="name a step_* folder, a .pt or .safetensors file or a Hugging Face folder, or use --resume auto"
+    )
 
 
 def _check_what_is_here(config: Config, *, on_gpu: bool) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from model_check.checkpoint import salvage, search
-from model_check.checkpoint.manifest import Manifest
+from model_check.checkpoint.manifest import MANIFEST, Manifest
 from model_check.checkpoint.peers import Peers
 from model_check.checkpoint.weight_files import open_weights
 from model_check.config import Config
+from model_check.config.shard_index import is_weights_folder
 from model_check.data import BatchLoader, PackedCache, load_tokenizer
 from model_check.engine import resume
 from model_check.engine.arrangement import Arranged, arrange_llama, arrange_module
@@ -337,7 +338,7 @@ def continue_from(
         return None, []
     directory = Path(session.config.checkpoint.dir)
     shapes = _whole_shapes(session, peers)
-    if wanted != "auto" and Path(wanted).is_file():
+    if wanted != "auto" and (Path(wanted).is_file() or _is_plain_folder(Path(wanted))):
         return None, _start_from_weights(Path(wanted), session, shapes)
 
     def misfit(manifest: Manifest) -> CheckpointError | None:
@@ -355,8 +356,12 @@ def continue_from(
     return found.lineage, notes
 
 
+def _is_plain_folder(path: Path) -> bool:
+    return is_weights_folder(path) and not (path / MANIFEST).exists()
+
+
 def _start_from_weights(path: Path, session: Session, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """A plain file of weights of any trainer: the training itself starts at step 0."""
+    """Plain weights of any trainer, a file or a Hugging Face folder: the training itself starts at step 0."""
     with span("load", str(path)):
         weights = open_weights(path)
         resume.load_weights(session.bare_model, weights, shapes)

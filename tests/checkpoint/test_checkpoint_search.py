@@ -117,6 +117,16 @@ def test_a_checkpoint_of_another_directory_starts_a_lineage_here(lineage: Lineag
     assert found.checkpoint is not None and found.lineage is None
 
 
+def test_a_folder_that_was_named_never_means_starting_over(lineage: Lineage) -> None:
+    damage(lineage.save(1).path)
+    for folder in (lineage.folder, lineage.folder.parent):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint in .* is whole \(passed over step_00000001: \[MC601\]"
+        ) as e:
+            search.named(folder, lineage.folder.parent, Peers(), fits)
+        assert e.value.code == "MC603"
+
+
 @pytest.mark.parametrize(("name", "code"), [("missing", None), ("empty", "MC603")])
 def test_what_is_no_checkpoint_is_a_sentence(tmp_path: Path, name: str, code: str | None) -> None:
     (tmp_path / "empty").mkdir()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from model_check import load_config
@@ -191,6 +192,16 @@ def test_best_by_validation_loss_is_kept_and_said_in_the_manifest() -> None:
         saving.save(info, wait=True)
     assert sorted(path.name for path in saving.folder.glob("step_*")) == ["step_00000001", "step_00000003"]
     assert saving.committed == 3
+
+
+def test_a_folder_of_plain_weights_starts_a_run_at_step_0() -> None:
+    given = {name: torch.full_like(tensor, 0.25) for name, tensor in Dicey().state_dict().items()}
+    Path("folder").mkdir()
+    save_file(given, "folder/model.safetensors")
+    it = session()
+    _, notes = continue_from("folder", it, Peers())
+    assert notes == ["weights from folder (3 tensors): optimizer, data and step count start fresh"]
+    assert it.first_step == 0 and bool((it.bare_model.get_parameter("head.weight") == 0.25).all())
 
 
 def test_a_run_whose_last_save_failed_ends_with_that_word() -> None:
