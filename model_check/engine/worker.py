@@ -139,19 +139,24 @@ def _plan(session: Session, max_steps: int) -> LoopPlan:
     )
 
 
-def _evaluator(session: Session) -> Callable[[int], float | None]:
-    """Evaluates every eval_interval steps on the same held-out samples."""
-    config, place = session.config, session.place
-    held_out = session.held_out
-    needed = config.training.batch_size * place.world_size
-    if not config.training.eval_interval or held_out is None:
-        return lambda step: None
+def check_held_out(config: Config, world_size: int, held_out: PackedCache) -> None:
+    """Ranks that share a model share their samples, so those must fill a batch of each data-parallel rank only."""
+    needed = config.training.batch_size * config.data_parallel(world_size)
     available = held_out.samples(config.training.context_length)
     if available < needed:
         raise UsageError(
             f"the {available} held-out samples do not fill one batch of {needed}",
             remedy="raise data.validation_fraction or data.samples, or set training.eval_interval=0",
         )
+
+
+def _evaluator(session: Session) -> Callable[[int], float | None]:
+    """Evaluates every eval_interval steps on the same held-out samples."""
+    config, place = session.config, session.place
+    held_out = session.held_out
+    if not config.training.eval_interval or held_out is None:
+        return lambda step: None
+    check_held_out(config, place.world_size, held_out)
 
     def batches() -> Iterator[Any]:
         loader = BatchLoader(
