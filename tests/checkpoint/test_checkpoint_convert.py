@@ -240,6 +240,7 @@ def test_verify_calls_nothing_damaged_that_was_never_ours(tmp_path: Path, model:
     assert verify(tmp_path / "ours") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_conversion_that_is_ended_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     # 2 GiB of zeros that take no room on the disk: more than can be written before the signal comes.
