@@ -9,7 +9,6 @@ It runs the same step and the same loop as `model-check train`.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,22 +74,6 @@ class _GivenBatches:
         """The caller owns them."""
 
 
-def _own_device(given: torch.device | str, rank: int) -> torch.device:
-    """`cuda` alone is this rank's own GPU among those it sees."""
-    try:
-        device = torch.device(given)
-    except RuntimeError as error:
-        raise UsageError(f"device={given!r} is none that torch knows", remedy="use cpu, cuda or cuda:N") from error
-    if device.type != "cuda":
-        return device
-    visible = torch.cuda.device_count()
-    if (device.index or 0) >= visible:
-        raise UsageError(f"device={device}, and this process sees {visible} GPUs", remedy="use cpu, or another number")
-    if device.index is None:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % visible)
-    return device
-
-
 class DDPTrainer:
     """Trains a module on this rank; with world_size > 1 the ranks average their gradients through DDP."""
 
@@ -108,6 +91,10 @@ class DDPTrainer:
     ) -> None:
         if not 0 <= rank < world_size:
             raise UsageError(f"rank={rank} is not in a world of {world_size}", remedy="use 0 ≤ rank < world_size")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(
+                f"{type(model).__name__} has no parameter that learns", remedy="pass a module with parameters"
+            )
         if isinstance(config, Mapping):
             config = load_config(values={section: (keys, "python") for section, keys in config.items()})
         elif not isinstance(config, Config):
@@ -119,11 +106,7 @@ class DDPTrainer:
                 {"training.grad_accum_nums": gradient_accumulation_steps, "training.global_batch": None},
                 "gradient_accumulation_steps",
             )
-        device = _own_device(device, rank)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UsageError(
-                f"{type(model).__name__} has no parameter that learns", remedy="pass a module with parameters"
-            )
+        device = torch.device(device)
         self.model = model
         self.config = config
         self.place = Place(rank, world_size, device, f"{'GPU' if device.type == 'cuda' else 'CPU'}{rank}")

@@ -144,15 +144,6 @@ def test_debug_nan_stops_at_the_step_and_names_the_parameters() -> None:
     assert [info.skipped for info in result.steps] == [False, False, True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("device", "words"),
-    [("warp", "device='warp' is none that torch knows"), ("cuda:64", "device=cuda:64, and this process sees")],
-)
-def test_a_device_that_is_not_here_is_a_sentence(device: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        DDPTrainer(SimpleModel(32, 2), CONFIG, device)
-
-
 def test_a_model_without_parameters_is_a_sentence() -> None:
     with pytest.raises(UsageError, match="Identity has no parameter that learns"):
         DDPTrainer(nn.Identity(), CONFIG, "cpu")
