@@ -5,24 +5,32 @@
     20260101-120000-4711/                                a lineage: a run and the runs that continue it
         step_00000009/  step_00000019/                   committed checkpoints, whole by construction
         latest -> step_00000019
+        continues                                        of a branch: the checkpoint that it began from
+        writer.lock                                      locked by the run that saves here
         .staging-step_00000029@host.4711                 a save under way, or one whose run died: never read
 
 A fresh run opens a new lineage, named after its run directory, so two runs never write over each other. A run that
-continues the newest checkpoint of a lineage stays in it; one that continues an older one branches off into its own.
+continues the newest checkpoint of a lineage stays in it; one that continues an older one branches off into its own,
+and so does one that finds another run at work there.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import IO
 
 from model_check.checkpoint.manifest import MANIFEST
 
 LATEST = "latest"
+CONTINUES = "continues"
+WRITER = "writer.lock"
 _COMMITTED = re.compile(r"step_(\d{8,})")
 _ASIDE = re.compile(r"\.(?:staging|replaced|discarded)-.+@(?P<host>[^@]*)\.(?P<pid>\d+)")
 
@@ -56,6 +64,16 @@ def unfinished(lineage: Path) -> list[Path]:
     ]
 
 
+def holds_any(folder: Path) -> bool:
+    """Whether the folder is a checkpoint, or there are some in it or in a lineage below, whole or not."""
+    return (folder / MANIFEST).exists() or was_meant_as_one(folder) or bool(lineages(folder))
+
+
+def was_meant_as_one(folder: Path) -> bool:
+    """Whether a folder without a manifest is what is left of a checkpoint, and not something else."""
+    return bool(_COMMITTED.fullmatch(folder.resolve().name)) or any(folder.glob("rank_*.bin"))
+
+
 def _owner_lives(path: Path) -> bool:
     """The process that works on it runs on this host; of other hosts nothing is known."""
     match = _ASIDE.fullmatch(path.name)
@@ -79,6 +97,36 @@ def open_lineage(directory: Path, wanted: str) -> Path:
             return folder
         except FileExistsError:
             number += 1
+
+
+def claim(lineage: Path) -> IO[str] | None:
+    """Makes this process the one that saves here, as long as what is returned is open; None: another process is.
+
+    Where the file system has no locks nothing is known of others, and it is claimed without one.
+    """
+    file = (lineage / WRITER).open("a")
+    try:
+        # Not flock: that would also part two savers of one process, of which the first is done.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            file.close()
+            return None
+    return file
+
+
+def remember_origin(lineage: Path, checkpoint: Path) -> None:
+    """A branch that has saved nothing yet still knows what it goes on from."""
+    (lineage / CONTINUES).write_text(os.path.relpath(checkpoint, lineage) + "\n", encoding="utf-8")
+
+
+def origin(lineage: Path) -> Path | None:
+    """The checkpoint that this lineage began from, where it did not begin afresh and that still exists."""
+    try:
+        path = lineage / (lineage / CONTINUES).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return path.resolve() if (path / MANIFEST).exists() else None
 
 
 def commit(staging: Path, target: Path) -> None:

@@ -10,8 +10,9 @@ A chunk is the part of a tensor that one rank wrote; a tensor that is not sharde
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class Manifest:
         _check_own_checksum(folder, body)
         try:
             return cls._parse(json.loads(body))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{folder / MANIFEST} cannot be understood ({type(error).__name__}: {error})",
                 remedy="read it with the version that wrote it, or resume from another checkpoint",
@@ -97,23 +98,67 @@ class Manifest:
             ) from error
 
     @classmethod
-    def _parse(cls, value: dict[str, Any]) -> Manifest:
-        if value["format"] != FORMAT:
-            raise ValueError(f"its format is {value['format']}, this version reads {FORMAT}")
+    def _parse(cls, value: Any) -> Manifest:
+        if not isinstance(value, dict) or value["format"] != FORMAT:
+            found = value["format"] if isinstance(value, dict) else "not one of ours"
+            raise ValueError(f"its format is {found}, this version reads {FORMAT}")
         tensors = {
             name: TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(_chunk(c) for c in entry["chunks"]))
             for name, entry in value["tensors"].items()
         }
-        files = {str(name): int(size) for name, size in value["files"].items()}
-        for name in files:
-            if Path(name).name != name:
-                raise ValueError(f"{name!r} is not the name of a file in the folder")
-        return cls(value["step"], value["world_size"], value["saved_at"], files, tensors, value["extra"])
+        parsed = cls(value["step"], value["world_size"], value["saved_at"], value["files"], tensors, value["extra"])
+        check_promises(parsed)
+        return parsed
 
     def chunks(self) -> Iterator[tuple[str, Chunk]]:
         """Every chunk with the name of its tensor, in the order of the bytes on disk."""
         pairs = ((name, chunk) for name, entry in self.tensors.items() for chunk in entry.chunks)
         return iter(sorted(pairs, key=lambda pair: (pair[1].file, pair[1].start)))
+
+
+def check_promises(manifest: Manifest) -> None:
+    """Raises ValueError for what no save of ours has written: a checksum says who changed nothing, not who wrote it.
+
+    Files lie in the folder itself; chunks lie in their files and cover their tensors, so no number is made up.
+    """
+    _whole_numbers("step and world_size", manifest.step, manifest.world_size)
+    if not isinstance(manifest.saved_at, (int, float)) or not math.isfinite(manifest.saved_at):
+        raise ValueError(f"saved_at is {manifest.saved_at!r}")
+    if not isinstance(manifest.extra, dict):
+        raise ValueError("extra holds no names")
+    for name, size in manifest.files.items():
+        if name in ("", ".", "..") or "\0" in name or Path(name).name != name:
+            raise ValueError(f"{name!r} is not the name of a file in the folder")
+        _whole_numbers(f"the size of {name}", size)
+    for name, entry in manifest.tensors.items():
+        _check_tensor(name, entry, manifest.files)
+
+
+def _check_tensor(name: str, entry: TensorEntry, files: Mapping[str, int]) -> None:
+    _whole_numbers(f"the shape of {name}", *entry.shape)
+    boxes: dict[tuple[int, ...], int] = {}
+    for chunk in entry.chunks:
+        _whole_numbers(f"a chunk of {name}", *chunk.offsets, *chunk.sizes, chunk.start, chunk.bytes)
+        if chunk.start + chunk.bytes > files.get(chunk.file, -1):
+            raise ValueError(f"a chunk of {name} is outside of the files that are listed")
+        if not len(entry.shape) == len(chunk.offsets) == len(chunk.sizes):
+            raise ValueError(f"a chunk of {name} has not the dimensions of {list(entry.shape)}")
+        numbers = math.prod(chunk.sizes)
+        if numbers == 0:
+            continue  # the share of a rank for which nothing was left
+        if any(at + size > whole for at, size, whole in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)):
+            raise ValueError(f"a chunk of {name} is no part of its shape {list(entry.shape)}")
+        if chunk.offsets in boxes:
+            raise ValueError(f"{name} has two chunks at {list(chunk.offsets)}")
+        boxes[chunk.offsets] = numbers
+    if sum(boxes.values()) != math.prod(entry.shape):
+        raise ValueError(f"the chunks of {name} do not make up its shape {list(entry.shape)}")
+
+
+def _whole_numbers(what: str, *values: Any) -> None:
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{what}: {value!r} is no whole number from 0 on")
 
 
 def _chunk(value: dict[str, Any]) -> Chunk:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from model_check.checkpoint import layout
 from model_check.checkpoint.manifest import Manifest, TensorEntry
@@ -64,12 +64,17 @@ class Saver:
         peers: Peers,
         *,
         lineage: Path | None = None,
+        origin: Path | None = None,
         name: str,
         background: bool = True,
         retention: Retention | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """Continues `lineage`; without one, opens a new lineage called `name` in the directory."""
+        """Continues `lineage`; without one, opens a new lineage called `name` in the directory.
+
+        origin: the checkpoint that training goes on from. Where another run saves into `lineage`, a new one is opened
+        and `shared` is the lineage that was wanted.
+        """
         self._peers = peers
         self._background = background
         self._retention = retention or Retention()
@@ -78,13 +83,23 @@ class Saver:
         self._writers = max(1, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // peers.ranks_on_host))
         self._thread: threading.Thread | None = None
         self._saved: list[Saved] = []
-        self.lineage, self._owner = self._agree_on_folder(directory, lineage, name)
+        self._claim: IO[str] | None = None
+        self.lineage, self._owner = self._agree_on_folder(directory, lineage, origin, name)
+        self.shared = lineage if lineage is not None and self.lineage != lineage else None
 
-    def _agree_on_folder(self, directory: Path, lineage: Path | None, name: str) -> tuple[Path, str]:
+    def _agree_on_folder(
+        self, directory: Path, lineage: Path | None, origin: Path | None, name: str
+    ) -> tuple[Path, str]:
         answer: tuple[Path, str] | CheckpointError | None = None
         if self._peers.is_first:
             try:
-                folder = lineage or layout.open_lineage(directory, name)
+                folder = lineage
+                self._claim = layout.claim(lineage) if lineage is not None else None
+                if folder is None or self._claim is None:
+                    folder = layout.open_lineage(directory, name)
+                    self._claim = layout.claim(folder)
+                    if origin is not None:
+                        layout.remember_origin(folder, origin)
                 layout.remove_leftovers(folder, whose=layout.owner())
                 answer = (folder, layout.owner())
             except OSError as error:
@@ -165,6 +180,13 @@ class Saver:
             self._thread.join()
             self._thread = None
 
+    def close(self) -> None:
+        """Waits for the save under way and leaves the lineage to others; for a process that goes on without it."""
+        self.wait()
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
     def _finish(self, step: int, staged: Staged, extra: dict[str, Any], began: float) -> None:
         target = self.lineage / layout.folder_name(step)
         needed = sum(part.nbytes for part in staged.parts)
@@ -185,7 +207,7 @@ class Saver:
         """Every rank comes out of here with the same answer."""
         staging = layout.staging_folder(self.lineage, step, self._owner)
         fault = self._attempt(lambda: self._make_staging(staging)) if self._peers.is_first else None
-        mine = (fault, sum(part.nbytes for part in parts), shutil.disk_usage(self.lineage).free)
+        mine = (fault, sum(part.nbytes for part in parts), free_bytes(self.lineage))
         everybody = self._peers.gather(mine)
         needed = sum(share for _, share, _ in everybody)
         free = min(room for _, _, room in everybody)
@@ -217,11 +239,13 @@ class Saver:
 
     @staticmethod
     def _attempt(work: Any) -> tuple[int, str] | None:
-        """The error number and text of an OSError in `work`: plain data, which peers can be told."""
+        """The error number and text of a failure of `work`: plain data, for peers that would wait for ever untold."""
         try:
             work()
         except OSError as error:
             return error.errno or 0, error.strerror or str(error)
+        except (RuntimeError, MemoryError) as error:
+            return 0, f"{type(error).__name__}: {error}"
         return None
 
     @staticmethod
@@ -258,6 +282,17 @@ class Saver:
         layout.retain(
             self.lineage, last=self._retention.last, every=self._retention.every, best=layout.best_step(losses)
         )
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder. One that somebody removed is about to be made again: its parent knows as much."""
+    while True:
+        try:
+            return shutil.disk_usage(folder).free
+        except FileNotFoundError:
+            if folder == folder.parent:
+                raise
+            folder = folder.absolute().parent
 
 
 def _untidy_error(folder: Path, fault: tuple[int, str]) -> CheckpointError:

@@ -25,7 +25,7 @@ class Found:
 
 
 def newest(directory: Path, peers: Peers, misfit: Misfit, *, lineage: Path | None = None) -> Found:
-    """The newest checkpoint in the directory (or in one lineage of it) that verifies and fits.
+    """The newest checkpoint in the directory (or in one lineage of it, or what that began from) that verifies and fits.
 
     Where there are whole checkpoints and none of them fits the model, it raises rather than starting over unasked.
     """
@@ -49,7 +49,7 @@ def newest(directory: Path, peers: Peers, misfit: Misfit, *, lineage: Path | Non
     if chosen is None:
         notes.append(f"no checkpoint in {lineage or directory}: starting fresh")
         return Found(notes=notes)
-    return Found(chosen, chosen.path.parent, notes)
+    return Found(chosen, lineage or chosen.path.parent, notes)
 
 
 def named(path: Path, directory: Path, peers: Peers, misfit: Misfit) -> Found:
@@ -61,6 +61,12 @@ def named(path: Path, directory: Path, peers: Peers, misfit: Misfit) -> Found:
     path = path.resolve()
     if not (path / MANIFEST).exists() and layout.lineages(path):
         found = newest(path, peers, misfit)
+        if found.checkpoint is None:
+            raise CheckpointError(
+                f"no checkpoint in {path} is whole ({'; '.join(found.notes[:-1])})",
+                remedy="name another one, or use --resume auto, which starts fresh where there is none",
+                code="MC603",
+            )
         return Found(found.checkpoint, _to_continue(found.checkpoint, directory), found.notes)
     wrong = misfit(Manifest.read(path))
     if wrong is not None:
@@ -92,7 +98,9 @@ def _candidates(directory: Path, lineage: Path | None) -> list[tuple[Path, Check
                 dated.append((Manifest.read(path).saved_at, path, None))
             except CheckpointError as error:
                 dated.append((path.stat().st_mtime, path, error))
-    return [(path.resolve(), fault) for _, path, fault in sorted(dated, key=lambda entry: entry[0], reverse=True)]
+    found = [(path.resolve(), fault) for _, path, fault in sorted(dated, key=lambda entry: entry[0], reverse=True)]
+    began_from = layout.origin(lineage) if lineage is not None else None
+    return [*found, (began_from, None)] if began_from is not None else found
 
 
 def verify_together(path: Path, peers: Peers) -> Checkpoint:

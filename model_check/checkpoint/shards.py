@@ -7,6 +7,7 @@ planned: `staging` copies the parts while training waits, `parts` writes them la
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -78,6 +79,18 @@ class PartCollector(StorageWriter):
         return True
 
 
+def _as_chunk(flat: Tensor, entry: TensorEntry, chunk: Chunk) -> Tensor:
+    """The bytes of a chunk as its numbers."""
+    dtype = dtype_of(entry.dtype)
+    if math.prod(chunk.sizes) * dtype.itemsize != chunk.bytes:
+        raise CheckpointError(
+            f"{chunk.file} has {chunk.bytes} bytes for {list(chunk.sizes)} numbers of {entry.dtype}",
+            remedy="resume from another checkpoint",
+            code="MC601",
+        )
+    return flat.view(dtype).view(chunk.sizes)
+
+
 def read_chunk(folder: Path, entry: TensorEntry, chunk: Chunk) -> Tensor:
     """The values of one chunk, in memory of their own."""
     memory = torch.empty(chunk.bytes, dtype=torch.uint8)
@@ -89,7 +102,7 @@ def read_chunk(folder: Path, entry: TensorEntry, chunk: Chunk) -> Tensor:
             raise CheckpointError(
                 f"{folder / chunk.file} ends early", remedy="resume from another checkpoint", code="MC601"
             )
-    return memory.view(dtype_of(entry.dtype)).view(chunk.sizes)
+    return _as_chunk(memory, entry, chunk)
 
 
 def read_tensor(folder: Path, entry: TensorEntry) -> Tensor:
@@ -158,7 +171,7 @@ class ShardReader(StorageReader):
             path = str(self._folder / chunk.file)
             self._maps[chunk.file] = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
         flat = self._maps[chunk.file][chunk.start : chunk.start + chunk.bytes]
-        return flat.view(dtype_of(entry.dtype)).view(chunk.sizes)
+        return _as_chunk(flat, entry, chunk)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

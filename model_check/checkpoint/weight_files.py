@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model_check.checkpoint.layout import LATEST, lineages
 from model_check.checkpoint.manifest import MANIFEST, Manifest
-from model_check.config.shard_index import INDEX_FILE, SINGLE_FILE, files_in_index
+from model_check.config.shard_index import INDEX_FILE, SINGLE_FILE, files_in_index, is_weights_folder
 from model_check.errors import CheckpointError
 
 MODEL_PREFIX = "model."
 _WRAPPERS = re.compile(r"(^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.)")
 _REPLICA = "module."
+# What torch's weights-only unpickler says of an object that it would have to call.
+_REFUSED_OBJECT = re.compile(r"Unsupported global: GLOBAL (\S+)")
 # Under which key old trainers keep the weights in what they save.
 _NESTS = ("model", "state_dict", "model_state_dict", "module", "weights")
 
@@ -76,13 +80,14 @@ def kind_of(path: Path) -> str:
     if path.is_dir():
         if (path / MANIFEST).exists():
             return "sharded"
-        if (path / INDEX_FILE).exists() or (path / SINGLE_FILE).exists():
+        if is_weights_folder(path):
             return "hf"
     elif path.is_file():
         return "safetensors" if path.suffix == ".safetensors" else "pt"
+    inside = f"{path / LATEST}, or another checkpoint in it" if path.is_dir() and lineages(path) else ""
     raise CheckpointError(
         f"{path} holds no weights that we know",
-        remedy="name a step_* folder, a Hugging Face folder, a .safetensors or a .pt file",
+        remedy=f"name {inside or 'a step_* folder, a Hugging Face folder, a .safetensors or a .pt file'}",
         code="MC603",
     )
 
@@ -92,9 +97,23 @@ def open_weights(path: Path) -> Weights:
     kind = kind_of(path)
     tensors, metadata = {"sharded": _sharded, "hf": _folder, "safetensors": _safetensors, "pt": _pt}[kind](path)
     names = clean_names(tensors)
+    _check_distinct(path, names)
     changed = [stored for stored, name in names.items() if stored != name]
     prefixes = sorted({prefix for name in changed for prefix in ("module.", "_orig_mod.") if prefix in name})
     return Weights(path, kind, {names[name]: tensor for name, tensor in tensors.items()}, metadata, tuple(prefixes))
+
+
+def _check_distinct(path: Path, names: Mapping[str, str]) -> None:
+    """Two stored names that are one without their prefixes are two tensors, of which one would be lost."""
+    seen: dict[str, str] = {}
+    for stored, name in names.items():
+        if name in seen:
+            raise CheckpointError(
+                f"{path} holds {seen[name]} and {stored}, which are both {name} without their prefixes",
+                remedy="save one of the two state dicts alone",
+                code="MC605",
+            )
+        seen[name] = stored
 
 
 def _sharded(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
@@ -183,6 +202,8 @@ def _maybe_json(text: str) -> Any:
 def _pt(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     content, offsets_known = _unpickle(path)
     state, metadata = _state_in(content, path)
+    for name, tensor in state.items():
+        _check_dense(path, name, tensor)
     return {name: _stored(path, tensor, offsets_known) for name, tensor in state.items()}, metadata
 
 
@@ -191,15 +212,25 @@ def _unpickle(path: Path) -> tuple[Any, bool]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        if not torch.serialization._is_zipfile(path.open("rb")):
-            return torch.load(path, map_location="cpu", weights_only=True), False
-        with FakeTensorMode():
-            return torch.load(path, map_location="cpu", weights_only=True), True
+        with path.open("rb") as file, warnings.catch_warnings():
+            # A pickle of another program: whether it can be read is said below.
+            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
+            if not torch.serialization._is_zipfile(file):
+                return torch.load(path, map_location="cpu", weights_only=True), False
+            with FakeTensorMode():
+                return torch.load(path, map_location="cpu", weights_only=True), True
     except Exception as error:  # the unpickler raises whatever the damage leads it to
-        what = str(error).split("\n")[0][:160]
+        refused = _REFUSED_OBJECT.search(str(error))
+        if refused:
+            raise CheckpointError(
+                f"{path} cannot be read as plain tensors: it holds {refused[1]}",
+                remedy="save only tensors, numbers and text into it; other objects are never unpickled",
+                code="MC601",
+            ) from error
+        what = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}" if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path} cannot be read as plain tensors ({type(error).__name__}: {what})",
-            remedy="save only tensors, numbers and text into it; other objects are never unpickled",
+            f"{path} cannot be read as plain tensors ({what})",
+            remedy="copy it again if it is a file of torch.save, and else name one",
             code="MC601",
         ) from error
 
@@ -207,17 +238,46 @@ def _unpickle(path: Path) -> tuple[Any, bool]:
 def _state_in(content: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     metadata: dict[str, Any] = {}
     while isinstance(content, Mapping):
-        tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
         nest = next((key for key in _NESTS if isinstance(content.get(key), Mapping)), None)
         if nest is None:
             if tensors:
-                return tensors, metadata
+                return _plainly_named(tensors, path), metadata
             break
         metadata.update({k: v for k, v in content.items() if isinstance(v, (int, float, str, dict)) and k != nest})
         content = content[nest]
     raise CheckpointError(
         f"{path} holds no state dict", remedy=f"save the tensors at the top, or under {_NESTS[0]!r}", code="MC603"
     )
+
+
+def _plainly_named(tensors: Mapping[Any, Tensor], path: Path) -> dict[str, Tensor]:
+    """Numbers may be names too, but not beside a text that reads like them."""
+    named = {str(name): tensor for name, tensor in tensors.items()}
+    if len(named) != len(tensors):
+        raise CheckpointError(
+            f"{path} names two tensors alike, one by a number and one by a text",
+            remedy="save it with names of text alone",
+            code="MC603",
+        )
+    return named
+
+
+def _check_dense(path: Path, name: str, tensor: Tensor) -> None:
+    """The bytes of others are not their values."""
+    kinds = {
+        "sparse": tensor.layout != torch.strided,
+        "a shard of a tensor": hasattr(tensor, "to_local"),
+        "a conjugate or negative view": tensor.is_conj() or tensor.is_neg(),
+        "quantized": tensor.is_quantized,
+    }
+    strange = next((kind for kind, applies in kinds.items() if applies), None)
+    if strange:
+        raise CheckpointError(
+            f"{name} in {path} is {strange}, and only dense tensors are read",
+            remedy="save a dense copy of it: to_dense(), full_tensor(), resolve_conj(), dequantize()",
+            code="MC601",
+        )
 
 
 def _stored(path: Path, tensor: Tensor, offsets_known: bool) -> StoredTensor:

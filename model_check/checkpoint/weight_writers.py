@@ -8,7 +8,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +28,7 @@ from model_check.errors import CheckpointError
 
 Tensors = Mapping[str, StoredTensor]
 _BLOCK_BYTES = 1 << 22
+_HEADER_METADATA = "__metadata__"
 
 
 def write_sharded(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
@@ -75,6 +76,7 @@ def write_pt(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> Non
     with _whole_file(target) as scratch:
         with FakeTensorMode():
             hollow = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+            scratch.touch()  # what the file system refuses is said by the system, not by torch
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save({**kept, "model": hollow}, scratch)
             places: dict[str, Tensor] = torch.load(scratch, weights_only=True)["model"]
@@ -87,12 +89,16 @@ def write_pt(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> Non
 
 
 def _stream_safetensors(file: BinaryIO, tensors: Tensors, metadata: dict[str, str]) -> None:
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {_HEADER_METADATA: metadata}
     at = 0
     # The format asks for tensors without gaps; wide numbers first keep all of them aligned.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     for name in ordered:
         tensor = tensors[name]
+        if name == _HEADER_METADATA:
+            raise CheckpointError(
+                f"safetensors keeps the name {name} for itself", remedy="rename the tensor, or convert to .pt instead"
+            )
         if tensor.dtype not in SAFETENSORS_NAMES:
             raise CheckpointError(
                 f"{name} is {tensor.dtype}, which safetensors cannot hold", remedy="convert it to .pt instead"
@@ -132,15 +138,20 @@ def _whole_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _whole_file(target: Path) -> Iterator[Path]:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _written_aside(target, lambda path: path.unlink(missing_ok=True)) as scratch:
+    with _written_aside(target, _remove_file) as scratch:
+        scratch.parent.mkdir(parents=True, exist_ok=True)
         yield scratch
+
+
+def _remove_file(path: Path) -> None:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.unlink()
 
 
 @contextmanager
 def _written_aside(target: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
     """The body writes beside the target; one rename puts it there, an error leaves nothing."""
-    if target.exists():
+    if os.path.lexists(target):
         raise CheckpointError(f"{target} exists", remedy="name a place that does not exist yet")
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

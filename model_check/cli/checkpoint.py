@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from model_check.errors import CheckpointError, UsageError
 
+if TYPE_CHECKING:
+    from model_check.checkpoint.weight_files import Weights
+
 FORMS = ("sharded", "safetensors", "hf", "pt")
+_LIKE = "add --like with the built-in shape it was trained with, or a folder that has its config.json"
+_FORM_OF_SUFFIX = {".safetensors": "safetensors"} | dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "pt")
 
 
 def inspect(
@@ -58,7 +67,14 @@ def verify(
     folders = [path]
     if path.is_dir() and not (path / MANIFEST).exists():
         below = layout.lineages(path)
-        folders = [f for line in below for f in (*layout.committed(line), *layout.unfinished(line))] or [path]
+        folders = [f for line in below for f in (*layout.committed(line), *layout.unfinished(line))]
+        if layout.was_meant_as_one(path):
+            folders.append(path)
+    if not folders or path.is_file():
+        raise UsageError(
+            f"{path} is no checkpoint of ours and holds none, and only those have checksums to compare with",
+            remedy="name a step_* folder or a folder of them; inspect and convert read other forms",
+        )
     results: list[dict[str, Any]] = []
     for folder in folders:
         began = time.perf_counter()
@@ -83,7 +99,7 @@ def convert(
     source: Annotated[Path, typer.Argument(help="A step_* folder, a Hugging Face folder, a .safetensors or .pt file.")],
     target: Annotated[Path, typer.Argument(help="What to write; must not exist.")],
     to: Annotated[
-        str | None, typer.Option(help="sharded, safetensors, hf or pt; default: .safetensors and .pt by name, else hf.")
+        str | None, typer.Option(help="sharded, safetensors, hf or pt; default: by the name, hf without a suffix.")
     ] = None,
     like: Annotated[
         str | None, typer.Option(help="For hf: a built-in shape or a folder with config.json, if the source has none.")
@@ -96,7 +112,7 @@ def convert(
     from model_check.checkpoint import weight_writers
     from model_check.checkpoint.weight_files import open_weights
 
-    form = to or {".safetensors": "safetensors", ".pt": "pt"}.get(target.suffix, "hf")
+    form = to or _FORM_OF_SUFFIX.get(target.suffix, "hf")
     if form not in FORMS:
         raise UsageError(f"--to {form} is not a form we write", remedy=f"use one of {', '.join(FORMS)}")
     weights = open_weights(_existing(source))
@@ -107,17 +123,32 @@ def convert(
     shape = _shape_of(weights.metadata, weights.kind, source, like)
     tensors = _renamed(weights.tensors, to_hugging_face=form == "hf")
     metadata = {**weights.metadata, "shape": shape}
-    if form == "hf":
-        weight_writers.write_hugging_face(target, tensors, _config(shape, tensors, source))
-    elif form == "safetensors":
-        weight_writers.write_safetensors(target, tensors, metadata)
-    elif form == "pt":
-        weight_writers.write_pt(target, tensors, metadata)
-    else:
-        weight_writers.write_sharded(target, tensors, metadata)
+    with _ending_in_order():
+        if form == "hf":
+            weight_writers.write_hugging_face(target, tensors, _config(shape, weights))
+        elif form == "safetensors":
+            weight_writers.write_safetensors(target, tensors, metadata)
+        elif form == "pt":
+            weight_writers.write_pt(target, tensors, metadata)
+        else:
+            weight_writers.write_sharded(target, tensors, metadata)
     for prefix in weights.removed_prefixes:
         typer.echo(f"[MC605] names in {source} carried {prefix}; taken off")
     typer.echo(f"{target}: {len(tensors)} tensors, {weights.bytes:,} bytes")
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, so that what is half written is removed."""
+
+    def stop(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _existing(path: Path) -> Path:
@@ -169,15 +200,24 @@ def _shape_of(metadata: dict[str, Any], kind: str, source: Path, like: str | Non
     return found if isinstance(found, dict) else None
 
 
-def _config(shape: dict[str, Any] | None, tensors: dict[str, Any], source: Path) -> dict[str, Any]:
+def _config(shape: dict[str, Any] | None, weights: Weights) -> dict[str, Any]:
+    """What transformers needs to know of the model; raises where these are not its weights."""
     from model_check.config.shapes import ModelShape, RopeScaling
-    from model_check.models import config_from_shape
+    from model_check.engine import resume
+    from model_check.models import build_meta_model, config_from_shape
 
     if shape is None:
         raise UsageError(
-            f"{source} does not say the shape of its model, and config.json needs it",
-            remedy="add --like with a built-in shape or a folder that has a config.json",
+            f"{weights.path} does not say the shape of its model, and config.json needs it",
+            remedy=_LIKE,
         )
-    scaling = shape.get("rope_scaling")
-    known = ModelShape(**{**shape, "rope_scaling": RopeScaling(**scaling) if scaling else None})
-    return config_from_shape(known, next(iter(tensors.values())).dtype)
+    try:
+        scaling = shape.get("rope_scaling")
+        known = ModelShape(**{**shape, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+        wanted = resume.model_shapes(build_meta_model(known))
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{weights.path} says a shape that is none ({error})", remedy=_LIKE, code="MC607"
+        ) from error
+    resume.fitting_tensors(weights, wanted, remedy=_LIKE)
+    return config_from_shape(known, next(iter(weights.tensors.values())).dtype)

@@ -165,10 +165,12 @@ def _train(context: RankContext, order: TrainOrder) -> None:
             say(f"resume: nothing left to do, training.max_steps is {config.training.max_steps}")
     saving = None
     if saves and peers is not None:
-        saver = open_saver(config, peers, lineage=lineage, name=run_dir.root.name)
+        saver = open_saver(config, peers, lineage=lineage, name=run_dir.root.name, origin=session.continued)
         saving = Saving(session, saver, last_step=config.training.max_steps, say=say)
         if place.is_first:
             _remember_lineage(run_dir, saver.lineage)
+            if saver.shared is not None:
+                say(f"checkpoint: another run saves into {saver.shared}; this one saves into {saver.lineage}")
     MARKS.passed(8)
     traced = config.training.profile and place.rank in config.training.profile_ranks
     trace_dir = run_dir.root / "profile" if traced else None

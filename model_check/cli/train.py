@@ -14,10 +14,12 @@ from typing import Annotated, Any
 
 import typer
 
+from model_check.checkpoint import layout
 from model_check.cli.fitting import Fitted, fit_to_gpus
 from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
 from model_check.cli.rank_start import begin_rank
 from model_check.config import Config, check_world, to_jsonable
+from model_check.config.shard_index import is_weights_folder
 from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
 from model_check.launch.gate import plan_gate
@@ -48,7 +50,7 @@ def train(
     fast_dev_run: Annotated[int, typer.Option(help="Only N steps, without checkpoints and trackers.")] = 0,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Loader workers per rank.")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or a .pt file.")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or weights in another form.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
     force: Annotated[
@@ -225,14 +227,14 @@ def _train_here(
         from model_check.data import entropy_floor
         from model_check.engine.data_spec import data_spec
         from model_check.launch.console import ConsoleOptions
+        from model_check.launch.hooks import Graces
         from model_check.launch.job import launch_job
         from model_check.launch.placement import Hosts
         from model_check.launch.supervisor import Limits
 
     config = fitted.config
     _check_checkpoint_folder(config)
-    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
-        raise UsageError("logging.wandb is true and wandb is not installed", remedy="pip install wandb, or turn it off")
+    _check_what_is_here(config, on_gpu=bool(chosen))
     _warn_of_a_large_model_on_the_cpu(config, chosen)
     directory = RunDir.create(run_dir, resuming=resume is not None, resume_flag="--resume auto")
     directory.set_aside_earlier_attempt()
@@ -251,6 +253,7 @@ def _train_here(
         preload_modules=_preload(config, bool(chosen)),
         max_restarts=config.launch.max_restarts,
         memory_limit_gb=config.launch.memory_limit_gb,
+        graces=Graces(stop_s=config.launch.stop_grace_s) if config.checkpoint.interval else None,
         hooks=supervisor.hooks(),
         console=ConsoleOptions(
             max_steps=config.training.max_steps,
@@ -301,11 +304,32 @@ class _Stopped(BaseException):
 
 
 def _check_resume(resume: str | None) -> None:
-    """A path that is not there is a slip of the pen: no rank need start to find that out."""
-    if resume not in (None, "auto") and not Path(resume).exists():
+    """A path that is not there, or is something else, is a slip of the pen: no rank need start to find that out."""
+    if resume in (None, "auto"):
+        return
+    path = Path(resume)
+    if not path.exists():
+        wrong = f"there is no checkpoint {resume}"
+    elif path.is_dir() and not layout.holds_any(path) and not is_weights_folder(path):
+        wrong = f"{resume} holds no checkpoint and no weights"
+    else:
+        return
+    raise UsageError(
+        wrong, remedy="name a step_* folder, a .pt or .safetensors file or a Hugging Face folder, or use --resume auto"
+    )
+
+
+def _check_what_is_here(config: Config, *, on_gpu: bool) -> None:
+    """What needs a package or a chip that this machine lacks: every rank would stop at it."""
+    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError("logging.wandb is true and wandb is not installed", remedy="pip install wandb, or turn it off")
+    if config.training.optimizer_states == "8bit" and importlib.util.find_spec("torchao") is None:
         raise UsageError(
-            f"there is no checkpoint {resume}", remedy="name a step_* folder or a .pt file, or use --resume auto"
+            "training.optimizer_states=8bit needs torchao, which is not installed",
+            remedy="pip install torchao, or set training.optimizer_states to bf16",
         )
+    if config.training.compute_precision == "fp8" and not on_gpu:
+        raise UsageError("training.precision=fp8 does not run on CPU ranks", remedy="use bf16")
 
 
 def _check_checkpoint_folder(config: Config) -> None:

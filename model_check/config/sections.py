@@ -260,6 +260,12 @@ class LaunchSection(Section):
     hang_kill_after_s: float = Field(
         default=300, ge=0, description="Seconds without progress until the job is ended. 0: never."
     )
+    stop_grace_s: float = Field(
+        default=600,
+        ge=1,
+        description="Seconds that ranks have to save after a request to stop, where checkpoint.interval is set: a "
+        "large model takes minutes to write. A second Ctrl-C ends them at once. Without checkpoints they have 10.",
+    )
     max_restarts: int = Field(default=0, ge=0, le=100, description="Times the job is started again after a failure.")
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1024**3
+
+
+def is_weights_folder(folder: Path) -> bool:
+    """Whether a folder holds the weights of a model as Hugging Face keeps them."""
+    return (folder / INDEX_FILE).exists() or (folder / SINGLE_FILE).exists()
 
 
 def cut_into_files(sizes: Mapping[str, int], most: int = SHARD_BYTES) -> dict[str, list[str]]:

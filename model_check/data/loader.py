@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,6 +103,15 @@ class BatchLoader:
     def cursor(self) -> Cursor:
         """Where a new loader must start to continue after the last *complete* global batch taken from this one."""
         return self._start
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that the order of samples depends on: a cursor means something only where this is the same."""
+        return {
+            "tokens": self._cache.fingerprint,
+            "training.context_length": self._context_length,
+            "system.seed": self._seed,
+        }
 
     def seek(self, cursor: Cursor) -> None:
         """Goes on from there, at the beginning of a global batch."""

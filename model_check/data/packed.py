@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,6 +113,12 @@ class _CheckedFile:
             raise _damaged(self._folder, what)
         self._checked[block] = True
 
+    def fingerprint(self) -> str:
+        """Of the whole content, by way of its checksums."""
+        digest = xxhash.xxh3_128(f"{self.array.dtype} {len(self.array)} ".encode())
+        digest.update(np.ascontiguousarray(self._checksums).data)
+        return digest.hexdigest()
+
     @property
     def blocks(self) -> int:
         return len(self._checksums)
@@ -168,6 +175,11 @@ class PackedCache:
     @property
     def documents(self) -> int:
         return self.manifest.documents
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the tokens, whatever folder they lie in and whatever they were made from."""
+        return self._tokens.fingerprint()
 
     def samples(self, context_length: int) -> int:
         """Sample i is tokens [i·T, i·T+T]: its last token is the next sample's first, so each is a target once."""

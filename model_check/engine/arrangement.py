@@ -169,7 +169,7 @@ def _fill(model: Llama, config: Config, layout: Layout, place: Place) -> None:
         load_pretrained(model, config.model.model_path)
     else:
         whole = resume.model_shapes(build_meta_model(model.shape))
-        resume.load_weights(model, open_weights(path), whole, instead=resume.PRETRAINED)
+        resume.load_weights(model, open_weights(path), whole, remedy=resume.PRETRAINED)
 
 
 def _with_passes(

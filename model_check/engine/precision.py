@@ -20,6 +20,8 @@ import torch
 
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
+# What a run without loss scaling leaves in its checkpoints: scale and good steps.
+_NEVER_IN_USE = (1.0, 0)
 
 
 @dataclass(frozen=True)
@@ -74,5 +76,8 @@ class LossScale:
         return {"scale": self.scale.item(), "good_steps": self._good_steps.item()}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on with a scale that was in use; one of another number format means nothing here."""
+        if not self.enabled or (state["scale"], state["good_steps"]) == _NEVER_IN_USE:
+            return
         self.scale.fill_(state["scale"])
         self._good_steps.fill_(int(state["good_steps"]))

@@ -10,22 +10,80 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from model_check.checkpoint.manifest import Manifest
-from model_check.checkpoint.weight_files import Weights, clean_name
+from model_check.checkpoint.weight_files import StoredTensor, Weights, clean_name
+from model_check.data import Cursor
 from model_check.errors import CheckpointError
 from model_check.models import own_name
 from model_check.models.distribute import fill
 
 _MOST_NAMES = 6
 # What else to do about weights that do not fit, by where they were asked for.
-_RESUMED = "name another checkpoint, or start without --resume"
-PRETRAINED = "set model.model_path to another file, or model.init to random"
+_RESUMED = "give model.* the values it was saved with, name another checkpoint, or start without --resume"
+PRETRAINED = "give model.* the values it was saved with, set model.model_path to another file, or model.init to random"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stood: what a checkpoint says besides its tensors. `data` is empty where it does not say."""
+
+    step: int
+    tokens: int
+    cursor: Cursor
+    loss_scale: dict[str, float]
+    data: dict[str, Any]
+
+
+def progress_of(manifest: Manifest) -> Progress:
+    """Raises MC601 where the manifest does not say it, or says what cannot be."""
+    extra = manifest.extra
+    try:
+        cursor = Cursor(int(extra["cursor"]["epoch"]), int(extra["cursor"]["position"]))
+        scale = {key: float(extra["loss_scale"][key]) for key in ("scale", "good_steps")}
+        found = Progress(int(extra["step"]), int(extra["tokens"]), cursor, scale, dict(extra.get("data") or {}))
+        if min(found.step, found.tokens, cursor.epoch, cursor.position, scale["scale"], scale["good_steps"]) < 0:
+            raise ValueError("a number below 0")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} does not say where training stood "
+            f"({type(error).__name__}: {error})",
+            remedy="resume from another checkpoint, or convert it to .pt and start from its weights",
+            code="MC601",
+        ) from error
+    return found
+
+
+def data_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What to tell the user where a place in the data of a checkpoint is no place in today's; nothing where it is."""
+    changes = [
+        f"{key} was {then[key]} and is {now[key]}"
+        for key in ("system.seed", "training.context_length")
+        if key in then and key in now and then[key] != now[key]
+    ]
+    if "tokens" in then and "tokens" in now and then["tokens"] != now["tokens"]:
+        changes.append("its tokens are others")
+    if not changes:
+        return []
+    return [
+        f"[MC609] the data is not that of the checkpoint ({'; '.join(changes)}): it starts at its first sample, and "
+        "samples may come again"
+    ]
+
+
+def other_ranks_note(then: int, now: int) -> str:
+    ranks = "1 rank" if then == 1 else f"{then} ranks"
+    return (
+        f"[MC606] saved on {ranks}, continued on {now}: the place in the data counts samples, whatever the ranks; "
+        "random generators are seeded anew"
+    )
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -116,8 +174,34 @@ def misfit(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> Checkpo
     return _misfit(stored, shapes, f"the checkpoint of step {manifest.step}")
 
 
+def check_moments(manifest: Manifest, moments: Mapping[str, Tensor]) -> None:
+    """Raises MC607 where the optimizer holds what the checkpoint does not: a moment of zero is a wrong one.
+
+    The low half of a master is not missed: parameters saved in fp32 have none.
+    """
+    faults = [
+        f"{name} is {list(entry.shape)} there and {list(moment.shape)} here" if entry else f"{name} is not there"
+        for name, moment in moments.items()
+        if not name.endswith(".low")
+        and ((entry := manifest.tensors.get(name)) is None or entry.shape != tuple(moment.shape))
+    ]
+    if not faults:
+        return
+    raise CheckpointError(
+        f"the checkpoint of step {manifest.step} has another optimizer state: {_a_few(faults)}",
+        remedy="set training.optimizer_states to what it was saved with, or convert it to .pt and start from its "
+        "weights",
+        code="MC607",
+    )
+
+
+def _a_few(faults: list[str]) -> str:
+    more = len(faults) - _MOST_NAMES
+    return "; ".join(faults[:_MOST_NAMES]) + (f"; and {more} more" if more > 0 else "")
+
+
 def _misfit(
-    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], what: str, instead: str = _RESUMED
+    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], what: str, remedy: str = _RESUMED
 ) -> CheckpointError | None:
     faults = [
         *(
@@ -130,31 +214,40 @@ def _misfit(
     ]
     if not faults:
         return None
-    more = len(faults) - _MOST_NAMES
-    named = "; ".join(faults[:_MOST_NAMES]) + (f"; and {more} more" if more > 0 else "")
     return CheckpointError(
-        f"{what} is of another model: {named}",
-        remedy=f"give model.* the values it was saved with, {instead}",
+        f"{what} is of another model: {_a_few(faults)}",
+        remedy=remedy,
         code="MC607",
     )
 
 
-@torch.no_grad()
-def load_weights(
-    model: nn.Module, weights: Weights, shapes: Mapping[str, tuple[int, ...]], *, instead: str = _RESUMED
-) -> None:
-    """Fills the model from a plain file of weights, one tensor at a time; our names or Hugging Face's.
+def fitting_tensors(
+    weights: Weights, shapes: Mapping[str, tuple[int, ...]], *, remedy: str = _RESUMED
+) -> dict[str, StoredTensor]:
+    """What a plain file holds for a model of these shapes, by the model's names; raises MC607 where it is another's.
 
-    shapes: those of the whole model, of which this rank may hold a part.
+    The file may have our names or Hugging Face's.
     """
     stored = {f"model.{name}": tensor for name, tensor in weights.tensors.items() if not name.endswith("inv_freq")}
     if not shapes.keys() & stored.keys():
         stored = {f"model.{_own_name(name.removeprefix('model.'))}": tensor for name, tensor in stored.items()}
         if "model.output.weight" not in shapes:
             stored.pop("model.output.weight", None)
-    wrong = _misfit({name: tensor.shape for name, tensor in stored.items()}, shapes, str(weights.path), instead)
+    wrong = _misfit({name: tensor.shape for name, tensor in stored.items()}, shapes, str(weights.path), remedy)
     if wrong is not None:
         raise wrong
+    return stored
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module, weights: Weights, shapes: Mapping[str, tuple[int, ...]], *, remedy: str = _RESUMED
+) -> None:
+    """Fills the model from a plain file of weights, one tensor at a time.
+
+    shapes: those of the whole model, of which this rank may hold a part.
+    """
+    stored = fitting_tensors(weights, shapes, remedy=remedy)
     for name, target in model_tensors(model).items():
         fill(target, stored[name].read())
 

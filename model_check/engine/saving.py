@@ -16,10 +16,10 @@ from model_check.observe.instrument.spans import span
 
 if TYPE_CHECKING:
     from model_check.checkpoint.saver import Saved, Saver
-    from model_check.engine.worker import Session
+    from model_check.engine.session import Session
 
 
-def open_saver(config: Config, peers: Peers, *, lineage: Path | None, name: str) -> Saver:
+def open_saver(config: Config, peers: Peers, *, lineage: Path | None, name: str, origin: Path | None = None) -> Saver:
     """The saver that the configuration asks for. Collective."""
     # DTensor and sympy come with it: a second that a run without checkpoints does not need.
     from model_check.checkpoint.saver import Retention, Saver
@@ -29,6 +29,7 @@ def open_saver(config: Config, peers: Peers, *, lineage: Path | None, name: str)
         Path(wanted.dir),
         peers,
         lineage=lineage,
+        origin=origin,
         name=name,
         background=wanted.async_save,
         retention=Retention(wanted.keep, wanted.keep_every, wanted.keep_best),
@@ -127,7 +128,10 @@ class Saving:
         if last is not None and last.stop and last.step != self._begun and not self.must_stop:
             self.save(last, wait=True)
         with span("save", str(self._saver.lineage)):
-            self._saver.wait()
+            self._saver.close()
         self.report()
+        if self.failure is not None and last is not None and self.committed != last.step:
+            newest = "this run saved none" if self.committed is None else f"the newest is of step {self.committed}"
+            self._say(f"checkpoint: the state after step {last.step} is not saved; {newest}")
         if self.must_stop and self.failure is not None:
             raise self.failure

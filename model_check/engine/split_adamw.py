@@ -29,14 +29,16 @@ except ImportError:  # a CPU build of torch ships without Triton; the torch path
 BLOCK = 4096
 
 
-def _master(parameter: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
+def master_of(parameter: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
+    """The fp32 number that a parameter and its low half make up."""
     if low is None:
         return parameter
     bits = (parameter.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 
 
-def _store(master: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor | None) -> None:
+def store_master(master: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor | None) -> None:
+    """Puts an fp32 number into a parameter and its low half; nothing of it is lost."""
     if low is None:
         parameter.copy_(master)
         return
@@ -58,7 +60,7 @@ def _update_torch(
     rate, beta1, beta2, eps, decay, correction1, correction2, multiplier, skip = scalars.tolist()
     if skip:
         return
-    master = _master(parameter, low)
+    master = master_of(parameter, low)
     g = gradient.float() * multiplier
     m = first.float().mul_(beta1).add_(g, alpha=1 - beta1)
     v = second.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -66,7 +68,7 @@ def _update_torch(
     second.copy_(v)
     denominator = (v / correction2).sqrt_().add_(eps)
     master = master * (1 - rate * decay) - (rate / correction1) * m / denominator
-    _store(master, parameter, low)
+    store_master(master, parameter, low)
 
 
 if triton is not None:

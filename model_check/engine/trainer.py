@@ -25,7 +25,8 @@ from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place, join, own_device
 from model_check.engine.profile import profiled
 from model_check.engine.saving import Saving, open_saver
-from model_check.engine.worker import Batches, assemble, fit, open_loader
+from model_check.engine.session import Batches
+from model_check.engine.worker import assemble, fit, open_loader
 from model_check.errors import UsageError
 from model_check.rundir import RunDir, new_run_id
 
@@ -55,6 +56,7 @@ class _GivenBatches:
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
         self.cursor = Cursor()
+        self.identity: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -89,6 +91,10 @@ class DDPTrainer:
     ) -> None:
         if not 0 <= rank < world_size:
             raise UsageError(f"rank={rank} is not in a world of {world_size}", remedy="use 0 ≤ rank < world_size")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(
+                f"{type(model).__name__} has no parameter that learns", remedy="pass a module with parameters"
+            )
         if isinstance(config, Mapping):
             config = load_config(values={section: (keys, "python") for section, keys in config.items()})
         elif not isinstance(config, Config):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from model_check.checkpoint import salvage, search
-from model_check.checkpoint.manifest import Manifest
+from model_check.checkpoint.manifest import MANIFEST, Manifest
 from model_check.checkpoint.peers import Peers
-from model_check.checkpoint.verify import Checkpoint
 from model_check.checkpoint.weight_files import open_weights
 from model_check.config import Config
-from model_check.data import BatchLoader, Cursor, PackedCache, load_tokenizer
+from model_check.config.shard_index import is_weights_folder
+from model_check.data import BatchLoader, PackedCache, load_tokenizer
 from model_check.engine import resume
 from model_check.engine.arrangement import Arranged, arrange_llama, arrange_module
 from model_check.engine.evaluate import validation_loss
@@ -34,6 +32,7 @@ from model_check.engine.place import Place
 from model_check.engine.profile import named_waits
 from model_check.engine.saving import Saving
 from model_check.engine.schedule import rate_factor
+from model_check.engine.session import Batches, Session, seed_everything
 from model_check.engine.step import TrainStep
 from model_check.errors import CheckpointError, NumericsError, UsageError
 from model_check.models import Llama
@@ -42,90 +41,6 @@ from model_check.observe.start_marks import MARKS
 from model_check.plan.flops import count_flops_per_token
 from model_check.plan.layout import Layout, data_rank
 from model_check.plan.peaks import peak_flops
-
-
-class Batches(Protocol):
-    """What the loop needs of a loader: micro-batches, and a cursor that says where it stands."""
-
-    @property
-    def cursor(self) -> Cursor: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def seek(self, cursor: Cursor) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass
-class Session:
-    """Everything a rank has assembled. `state` below is exactly what resume restores."""
-
-    config: Config
-    place: Place
-    layout: Layout
-    bare_model: nn.Module
-    train_step: TrainStep
-    loader: Batches
-    held_out: PackedCache | None
-    first_step: int = 0
-    tokens_before: int = 0
-
-    def state(self) -> dict[str, Any]:
-        """Every tensor that a checkpoint holds, by name."""
-        return {
-            **resume.model_tensors(self.bare_model),
-            **resume.optimizer_tensors(self.bare_model, self.train_step.optimizer),
-            **resume.random_tensors(self.place.rank, self.place.device),
-        }
-
-    def extra(self, step: int, tokens: int, val_loss: float | None = None) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
-        cursor = self.loader.cursor
-        shape = asdict(self.bare_model.shape) if isinstance(self.bare_model, Llama) else None
-        return {
-            "step": step,
-            "tokens": tokens,
-            "cursor": {"epoch": cursor.epoch, "position": cursor.position},
-            "loss_scale": self.train_step.loss_scale.state_dict(),
-            "val_loss": val_loss,
-            "strategy": self.config.parallel.strategy,
-            "shape": shape,
-        }
-
-    def restore(self, checkpoint: Checkpoint) -> list[str]:
-        """Puts back what `state` and `extra` saved; returns what to tell the user."""
-        from model_check.checkpoint.shards import load_into
-
-        manifest, optimizer = checkpoint.manifest, self.train_step.optimizer
-        whole = any(name.startswith("optimizer.") for name in manifest.tensors)
-        with span("load", str(checkpoint.path)):
-            state = resume.model_tensors(self.bare_model)
-            if whole:
-                resume.materialize_optimizer(optimizer)
-                state.update(resume.optimizer_tensors(self.bare_model, optimizer))
-            load_into(checkpoint.path, manifest, {k: v for k, v in state.items() if k in manifest.tensors})
-        if not whole:
-            return ["it holds weights only: optimizer, data and step count start fresh"]
-        extra = manifest.extra
-        self.first_step, self.tokens_before = extra["step"] + 1, extra["tokens"]
-        self.loader.seek(Cursor(**extra["cursor"]))
-        self.train_step.loss_scale.load_state_dict(extra["loss_scale"])
-        if manifest.world_size != self.place.world_size:
-            seed_everything(self.config.system.seed + self.first_step, self.place.rank)
-            return [
-                f"[MC606] saved on {manifest.world_size} ranks, continued on {self.place.world_size}: the data goes on "
-                "at the same sample, random generators are seeded anew"
-            ]
-        resume.restore_random(checkpoint.path, manifest, self.place.rank, self.place.device)
-        return []
-
-
-def seed_everything(seed: int, rank: int) -> None:
-    """Weights and sample order have generators of their own; this is for everything else."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
 
 
 def open_loader(config: Config, place: Place, cache: PackedCache) -> BatchLoader:
@@ -224,19 +139,24 @@ def _plan(session: Session, max_steps: int) -> LoopPlan:
     )
 
 
-def _evaluator(session: Session) -> Callable[[int], float | None]:
-    """Evaluates every eval_interval steps on the same held-out samples."""
-    config, place = session.config, session.place
-    held_out = session.held_out
-    needed = config.training.batch_size * place.world_size
-    if not config.training.eval_interval or held_out is None:
-        return lambda step: None
+def check_held_out(config: Config, world_size: int, held_out: PackedCache) -> None:
+    """Ranks that share a model share their samples, so those must fill a batch of each data-parallel rank only."""
+    needed = config.training.batch_size * config.data_parallel(world_size)
     available = held_out.samples(config.training.context_length)
     if available < needed:
         raise UsageError(
             f"the {available} held-out samples do not fill one batch of {needed}",
             remedy="raise data.validation_fraction or data.samples, or set training.eval_interval=0",
         )
+
+
+def _evaluator(session: Session) -> Callable[[int], float | None]:
+    """Evaluates every eval_interval steps on the same held-out samples."""
+    config, place = session.config, session.place
+    held_out = session.held_out
+    if not config.training.eval_interval or held_out is None:
+        return lambda step: None
+    check_held_out(config, place.world_size, held_out)
 
     def batches() -> Iterator[Any]:
         loader = BatchLoader(
@@ -423,7 +343,7 @@ def continue_from(
         return None, []
     directory = Path(session.config.checkpoint.dir)
     shapes = _whole_shapes(session, peers)
-    if wanted != "auto" and Path(wanted).is_file():
+    if wanted != "auto" and (Path(wanted).is_file() or _is_plain_folder(Path(wanted))):
         return None, _start_from_weights(Path(wanted), session, shapes)
 
     def misfit(manifest: Manifest) -> CheckpointError | None:
@@ -441,8 +361,12 @@ def continue_from(
     return found.lineage, notes
 
 
+def _is_plain_folder(path: Path) -> bool:
+    return is_weights_folder(path) and not (path / MANIFEST).exists()
+
+
 def _start_from_weights(path: Path, session: Session, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """A plain file of weights of any trainer: the training itself starts at step 0."""
+    """Plain weights of any trainer, a file or a Hugging Face folder: the training itself starts at step 0."""
     with span("load", str(path)):
         weights = open_weights(path)
         resume.load_weights(session.bare_model, weights, shapes)

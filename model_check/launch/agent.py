@@ -122,7 +122,8 @@ class RankAgent(SimpleElasticAgent):
     def _end_on_request(self, ranks: RankGroup) -> None:
         name = signal.Signals(self._stop.number or signal.SIGTERM).name
         self._journal.write("stop_requested", signal=name)
-        self._console.say(f"{name}: the ranks have {self._graces.stop_s:g} s to save and stop")
+        again = "; Ctrl-C again ends them now" if self._stop.number == signal.SIGINT else ""
+        self._console.say(f"{name}: the ranks have {self._graces.stop_s:g} s to save and stop{again}")
         ranks.end(self._graces.stop_s, hurry=lambda: self._stop.urgent)
         raise JobStopped
 

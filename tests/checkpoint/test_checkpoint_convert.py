@@ -6,8 +6,12 @@ import itertools
 import json
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from torch import nn
 
 from model_check.checkpoint import weight_writers
 from model_check.checkpoint.weight_files import StoredTensor, clean_names, open_weights
-from model_check.cli.checkpoint import convert, inspect
+from model_check.cli.checkpoint import convert, inspect, verify
 from model_check.config.shapes import ModelShape
 from model_check.engine import resume
 from model_check.errors import CheckpointError, UsageError
@@ -38,8 +42,6 @@ def equal(weights: dict[str, StoredTensor], model: nn.Module) -> bool:
 
 
 def test_a_round_trip_through_every_form_keeps_every_bit(model: Llama, tmp_path: Path) -> None:
-    from dataclasses import asdict
-
     torch.save({"step": 12, "shape": asdict(SHAPE), "model": model.state_dict()}, tmp_path / "old.pt")
     chain = ["old.pt", "a.safetensors", "sharded", "hf", "b.pt", "hf2", "c.safetensors"]
     for source, target in itertools.pairwise(chain):
@@ -52,8 +54,6 @@ def test_a_round_trip_through_every_form_keeps_every_bit(model: Llama, tmp_path:
 
 
 def test_the_hugging_face_folder_is_what_transformers_computes_with(model: Llama, tmp_path: Path) -> None:
-    from dataclasses import asdict
-
     from transformers import LlamaForCausalLM
 
     torch.save({"shape": asdict(SHAPE), "model": model.state_dict()}, tmp_path / "x.pt")
@@ -121,6 +121,8 @@ def test_a_pickle_that_does_things_is_refused_and_does_nothing(
     with pytest.raises(CheckpointError, match="cannot be read as plain tensors") as caught:
         open_weights(Path("bomb.pt"))
     assert caught.value.code == "MC601" and not Path("exploded").exists()
+    if how == "torch":
+        assert re.search(r"it holds \S*exec$", caught.value.message)
 
 
 def test_weights_of_another_shape_are_named(model: Llama, tmp_path: Path) -> None:
@@ -157,6 +159,111 @@ def test_what_cannot_be_converted_is_a_sentence(model: Llama, tmp_path: Path) ->
     with pytest.raises(UsageError, match="there is no"):
         convert(tmp_path / "gone.pt", tmp_path / "y.pt")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["taken.pt", "x.pt"]
+
+
+def test_a_config_that_is_not_of_these_weights_is_refused(model: Llama, tmp_path: Path) -> None:
+    """transformers would load such a folder and compute gibberish."""
+    shape = {**asdict(SHAPE), "num_heads": 4, "head_dim": 4}
+    cases = {
+        "deeper": ({**asdict(SHAPE), "num_layers": 3}, "model.layers.2.attention_norm.weight is not there"),
+        "wider": ({**asdict(SHAPE), "vocab_size": 65}, "model.tok_embed.weight is [64, 16] there and [65, 16] here"),
+        "fewer": ({**asdict(SHAPE), "num_layers": 1}, "model.layers.1.attention_norm.weight is there alone"),
+        "keys": ({**shape, "num_kv_heads": 4}, "model.layers.0.attention.wk.weight is [8, 16] there and [16, 16] here"),
+        "odd": ({"layers": 2}, "says a shape that is none"),
+    }
+    for name, (said, words) in cases.items():
+        torch.save({"shape": said, "model": model.state_dict()}, tmp_path / f"{name}.pt")
+        with pytest.raises(CheckpointError) as caught:
+            convert(tmp_path / f"{name}.pt", tmp_path / name)
+        assert caught.value.code == "MC607" and words in caught.value.message and "--like" in caught.value.remedy
+        assert not (tmp_path / name).exists()
+    torch.save({"shape": asdict(SHAPE), "model": model.state_dict()}, tmp_path / "right.pt")
+    with pytest.raises(CheckpointError, match="is of another model"):
+        convert(tmp_path / "right.pt", tmp_path / "like", like="llama-3.2-1b")
+
+
+STRANGE = {
+    "sparse": torch.eye(3).to_sparse(),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "negative": torch.tensor([1 + 2j]).conj().imag,
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_tensor_whose_bytes_are_not_its_values_is_refused(tmp_path: Path, kind: str, zipped: bool) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2), "odd": STRANGE[kind]}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"odd in .* is .*, and only dense tensors are read"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize("names", [("_orig_mod.a.w", "a.w"), ("module.a", "module._orig_mod.a"), (0, "0")])
+def test_two_tensors_that_would_become_one_are_refused(tmp_path: Path, names: tuple[object, object]) -> None:
+    torch.save({names[0]: torch.ones(2), names[1]: torch.zeros(2)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"which are both|names two tensors alike"):
+        open_weights(tmp_path / "x.pt")
+
+
+def test_a_name_that_safetensors_keeps_for_itself_is_refused(tmp_path: Path) -> None:
+    torch.save({"__metadata__": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="keeps the name __metadata__ for itself"):
+        convert(tmp_path / "x.pt", tmp_path / "x.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors", "folder"])
+def test_a_place_that_cannot_be_written_is_a_sentence(tmp_path: Path, model: Llama, suffix: str) -> None:
+    torch.save({"shape": asdict(SHAPE), "model": model.state_dict()}, tmp_path / "x.pt")
+    for place in (Path("/proc"), tmp_path / "x.pt"):
+        target = place / f"y.{suffix}"
+        with pytest.raises(CheckpointError, match=f"{target} cannot be written") as caught:
+            convert(tmp_path / "x.pt", target)
+        assert caught.value.code == "MC608"
+
+
+@pytest.mark.parametrize("suffix", ["pt", "pth", "ckpt", "bin"])
+def test_the_usual_suffixes_of_torch_give_a_file(tmp_path: Path, suffix: str) -> None:
+    torch.save({"w": torch.arange(3)}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / f"y.{suffix}")
+    assert torch.load(tmp_path / f"y.{suffix}", weights_only=True)["model"]["w"].tolist() == [0, 1, 2]
+
+
+def test_verify_calls_nothing_damaged_that_was_never_ours(tmp_path: Path, model: Llama) -> None:
+    torch.save({"shape": asdict(SHAPE), "model": model.state_dict()}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "hf")
+    for path in (tmp_path / "x.pt", tmp_path / "hf", tmp_path):
+        with pytest.raises(UsageError, match="is no checkpoint of ours and holds none"):
+            verify(path)
+    (tmp_path / "step_00000007").mkdir()
+    assert verify(tmp_path / "step_00000007") == 1
+    convert(tmp_path / "x.pt", tmp_path / "ours", to="sharded")
+    assert verify(tmp_path / "ours") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_conversion_that_is_ended_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    # 2 GiB of zeros that take no room on the disk: more than can be written before the signal comes.
+    names = [f"w{index}" for index in range(128)]
+    size = 16 << 20
+    header = {
+        name: {"dtype": "U8", "shape": [size], "data_offsets": [index * size, (index + 1) * size]}
+        for index, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    source = tmp_path / "source.safetensors"
+    with source.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + len(names) * size)
+    command = [sys.executable, "-m", "model_check", "checkpoint", "convert", str(source), str(tmp_path / "x.pt")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        while running.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(".x.pt.*.tmp")):
+            time.sleep(0.005)
+        running.send_signal(number)
+        out, _ = running.communicate(timeout=60)
+    assert (running.returncode, out) == (code, "")
+    assert list(tmp_path.iterdir()) == [source]
 
 
 STREAM = """

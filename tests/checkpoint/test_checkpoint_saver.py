@@ -15,7 +15,7 @@ from checkpoint_making import Lineage
 
 from model_check.checkpoint import layout
 from model_check.checkpoint.peers import Peers
-from model_check.checkpoint.saver import Retention, Saver
+from model_check.checkpoint.saver import Retention, Saver, free_bytes
 from model_check.checkpoint.verify import verify
 
 
@@ -64,6 +64,49 @@ def test_two_fresh_runs_never_share_a_folder(tmp_path: Path) -> None:
     second.save(1)
     assert (tmp_path / "latest").resolve() == (second.folder / "step_00000001").resolve()
     assert verify(first.folder / "step_00000001").step == 1
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.saver import Saver
+
+saver = Saver(Path(sys.argv[1]).parent, Peers(), lineage=Path(sys.argv[1]), name="first")
+print(saver.lineage, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lineage_in_which_another_run_saves_is_left_to_it(lineage: Lineage) -> None:
+    kept = lineage.save(7).path
+    lineage.saver.close()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(lineage.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None and first.stdout.readline().strip() == str(lineage.folder)
+        second = Lineage(lineage.folder.parent, "second", lineage=lineage.folder, origin=kept)
+        assert (second.folder.name, second.saver.shared) == ("second", lineage.folder)
+        assert second.save(8).error is None
+        assert names(lineage.folder) == ["step_00000007"]
+        first.kill()
+    third = Lineage(lineage.folder.parent, "third", lineage=lineage.folder, origin=kept)
+    assert (third.folder, third.saver.shared) == (lineage.folder, None), "the dead hold nothing"
+
+
+def test_the_room_of_a_folder_that_was_removed_is_that_of_its_disk(tmp_path: Path) -> None:
+    """One rank makes it anew while the others ask: none of them may be alone in failing."""
+    assert free_bytes(tmp_path / "removed" / "run") > 0
+    assert free_bytes(Path("never") / "was") > 0
+
+
+def test_a_failure_of_any_kind_is_told_to_the_peers(lineage: Lineage) -> None:
+    """A rank that fell out of the agreement would leave the others waiting."""
+
+    def no_memory() -> None:
+        raise MemoryError("for the last part")
+
+    assert lineage.saver._attempt(no_memory) == (0, "MemoryError: for the last part")
 
 
 def test_leftovers_of_dead_saves_go_and_those_of_live_ones_stay(lineage: Lineage) -> None:

@@ -96,10 +96,35 @@ def test_a_named_checkpoint_is_taken_or_refused(lineage: Lineage) -> None:
     assert caught.value.code == "MC601"
 
 
+def test_a_branch_that_has_saved_nothing_goes_on_from_where_it_began(lineage: Lineage) -> None:
+    directory = lineage.folder.parent
+    older = lineage.save(1).path
+    lineage.save(2)
+    branch = Lineage(directory, "branch", origin=older)
+    found = newest(directory, lineage=branch.folder)
+    assert found.checkpoint is not None and found.checkpoint.path == older.resolve()
+    assert found.lineage == branch.folder, "what came after the older one stays as it is"
+    branch.save(5)
+    found = newest(directory, lineage=branch.folder)
+    assert found.checkpoint is not None and found.checkpoint.step == 5
+    fresh = Lineage(directory, "fresh")
+    assert newest(directory, lineage=fresh.folder).checkpoint is None
+
+
 def test_a_checkpoint_of_another_directory_starts_a_lineage_here(lineage: Lineage, tmp_path: Path) -> None:
     path = lineage.save(1).path
     found = search.named(path, tmp_path / "mine", Peers(), fits)
     assert found.checkpoint is not None and found.lineage is None
+
+
+def test_a_folder_that_was_named_never_means_starting_over(lineage: Lineage) -> None:
+    damage(lineage.save(1).path)
+    for folder in (lineage.folder, lineage.folder.parent):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint in .* is whole \(passed over step_00000001: \[MC601\]"
+        ) as e:
+            search.named(folder, lineage.folder.parent, Peers(), fits)
+        assert e.value.code == "MC603"
 
 
 @pytest.mark.parametrize(("name", "code"), [("missing", None), ("empty", "MC603")])

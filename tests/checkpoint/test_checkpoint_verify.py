@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +15,10 @@ from checkpoint_making import Lineage, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_check.checkpoint.manifest import CHECKSUM, MANIFEST, Chunk, Manifest, TensorEntry
+from model_check.checkpoint.manifest import CHECKSUM, MANIFEST, Chunk, Manifest, TensorEntry, hash_of
 from model_check.checkpoint.shards import load_into, read_tensor
 from model_check.checkpoint.verify import verify
+from model_check.checkpoint.weight_files import open_weights
 from model_check.errors import CheckpointError
 
 
@@ -123,34 +127,93 @@ def test_a_manifest_that_points_outside_its_folder_is_refused(lineage: Lineage, 
         verify(forged)
 
 
-chunk_lists = st.lists(
-    st.builds(
-        Chunk,
-        offsets=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-        sizes=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-        file=st.sampled_from(["rank_00000.bin", "rank_00001.bin"]),
-        start=st.integers(0, 2**60),
-        bytes=st.integers(0, 2**60),
-        checksum=st.text("0123456789abcdef", min_size=32, max_size=32),
+def forged(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrites a manifest with a checksum that fits, as somebody who wants to be believed would."""
+    value = json.loads((path / MANIFEST).read_bytes())
+    change(value)
+    body = json.dumps(value).encode()
+    (path / MANIFEST).write_bytes(body)
+    (path / CHECKSUM).write_text(hash_of(body) + "\n")
+
+
+def in_chunk(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda value: value["tensors"]["model.wide"]["chunks"][0].update(values)
+
+
+def in_entry(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda value: value["tensors"]["model.wide"].update(values)
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a chunk in the folder above": in_chunk(file="../rank_00000.bin"),
+    "a chunk anywhere": in_chunk(file="/etc/hostname", start=0),
+    "a file called ..": lambda value: value["files"].update({"..": 0}),
+    "a size below 0": lambda value: value["files"].update({"rank_00000.bin": -1}),
+    "a start below 0": in_chunk(start=-8),
+    "bytes below 0": in_chunk(bytes=-4),
+    "more bytes than the file": in_chunk(bytes=1 << 60),
+    "a fraction of a byte": in_chunk(start=0.5),
+    "no chunk at all": in_entry(chunks=[]),
+    "half of the tensor": in_chunk(sizes=[20, 30], bytes=2400),
+    "another shape": in_entry(shape=[1 << 40, 1 << 40]),
+    "one dimension": in_entry(shape=[1200]),
+    "a chunk beyond the tensor": in_chunk(offsets=[1, 0]),
+    "the same chunk twice": lambda value: value["tensors"]["model.wide"]["chunks"].extend(
+        value["tensors"]["model.wide"]["chunks"]
     ),
-    max_size=3,
-).map(tuple)
+    "a date in words": lambda value: value.update(saved_at="yesterday"),
+    "no date": lambda value: value.update(saved_at=None),
+    "a step below 0": lambda value: value.update(step=-1),
+    "a list of tensors": lambda value: value.update(tensors=[]),
+    "a list of facts": lambda value: value.update(extra=[]),
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_manifest_that_no_save_writes_is_refused_though_its_checksum_fits(lineage: Lineage, what: str) -> None:
+    (lineage.folder / "rank_00000.bin").write_bytes(b"s" * 10_000)
+    path = lineage.save(1).path
+    forged(path, FORGERIES[what])
+    for reads in (verify, open_weights):
+        with pytest.raises(CheckpointError, match="cannot be understood") as caught:
+            reads(path)
+        assert caught.value.code == "MC603"
+
+
+def test_bytes_that_do_not_fit_the_number_format_are_refused(lineage: Lineage) -> None:
+    path = lineage.save(1).path
+    forged(path, in_entry(dtype="float64"))
+    with pytest.raises(CheckpointError, match=r"has 4800 bytes for \[40, 30\] numbers of float64"):
+        open_weights(path).tensors["wide"].read()
+
+
+@st.composite
+def whole_tensors(draw: st.DrawFn) -> TensorEntry:
+    """A tensor of two dimensions in chunks of some rows each, empty ones among them, in one of two files."""
+    rows = draw(st.lists(st.integers(0, 9), max_size=3))
+    width = draw(st.integers(0, 9))
+    chunks = tuple(
+        Chunk(
+            (sum(rows[:number]), 0),
+            (count, width),
+            draw(st.sampled_from(["rank_00000.bin", "rank_00001.bin"])),
+            draw(st.integers(0, 2**50)),
+            draw(st.integers(0, 2**50)),
+            draw(st.text("0123456789abcdef", min_size=32, max_size=32)),
+        )
+        for number, count in enumerate(rows)
+    )
+    return TensorEntry(draw(st.sampled_from(["float32", "int16"])), (sum(rows), width), chunks)
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    st.dictionaries(
-        st.text(min_size=1, max_size=20),
-        st.builds(TensorEntry, st.sampled_from(["float32", "int16"]), st.tuples(st.integers(0, 9)), chunk_lists),
-        max_size=4,
-    ),
-    st.integers(0, 2**40),
-)
+@given(st.dictionaries(st.text(min_size=1, max_size=20), whole_tensors(), max_size=4), st.integers(0, 2**40))
 def test_a_manifest_reads_back_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, entries: dict[str, TensorEntry], step: int
 ) -> None:
     folder = tmp_path_factory.mktemp("manifest")
-    manifest = Manifest(step, 2, 12.5, {"rank_00000.bin": 5}, entries, {"cursor": {"epoch": 1}})
+    sizes = {"rank_00000.bin": 2**52, "rank_00001.bin": 2**52}
+    manifest = Manifest(step, 2, 12.5, sizes, entries, {"cursor": {"epoch": 1}})
     manifest.write(folder)
     assert Manifest.read(folder) == manifest
 
@@ -160,8 +223,6 @@ def test_a_manifest_reads_back_as_it_was_written(
 def test_any_bytes_for_a_manifest_are_a_checkpoint_error(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
-    from model_check.checkpoint.manifest import hash_of
-
     folder = tmp_path_factory.mktemp("noise")
     (folder / MANIFEST).write_bytes(content)
     (folder / CHECKSUM).write_text(hash_of(content) + "\n")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+
+import pytest
 
 from tests.conftest import Shell
 
@@ -23,3 +26,20 @@ def test_a_password_in_a_url_stays_out_of_the_run_directory(shell: Shell) -> Non
     assert config["values"]["data"]["dataset"] == "https://[redacted]@127.0.0.1:9/x.jsonl"
     written = "".join(p.read_text(errors="replace") for p in done.run_dir.rglob("*") if p.is_file())
     assert "hunter2secret" not in written
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("training.precision=fp8", "training.precision=fp8 does not run on CPU ranks; use bf16"),
+        pytest.param(
+            "training.optimizer_states=8bit",
+            "training.optimizer_states=8bit needs torchao, which is not installed",
+            marks=pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed"),
+        ),
+    ],
+)
+def test_what_every_rank_would_stop_at_starts_none(shell: Shell, setting: str, words: str) -> None:
+    done = shell.train("--nproc", "1", "--set", "system.device=cpu", "--set", setting)
+    assert done.code == 2 and words in done.err and "Traceback" not in done.err
+    assert not done.run_dir.exists(), "no run was begun"

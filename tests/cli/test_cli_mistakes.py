@@ -35,6 +35,10 @@ MISTAKES = [
     (["prepare", "--config", "broken.json"], "broken.json"),
     (["explain", "MC999"], "MC999"),
     (["train", "--debug", "--resume", "nowhere"], "there is no checkpoint nowhere; name a step_* folder"),
+    (
+        ["train", "--debug", "--resume", "/proc/self"],
+        "/proc/self holds no checkpoint and no weights; name",
+    ),
     (["diagnose", "nowhere"], "nowhere"),
     (["run", "nowhere.py"], "nowhere.py"),
     (["run", "-m", "nowhere.train"], "there is no module nowhere.train"),

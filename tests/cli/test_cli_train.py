@@ -186,8 +186,9 @@ def test_sigterm_saves_and_resume_continues_the_losses(shell: Shell) -> None:
     job = Running(shell, "--nproc", "2", "--max-steps", "100000", "--set", "checkpoint.interval=4")
     job.wait_for_step(5)
     job.process.send_signal(signal.SIGTERM)
-    code, _, err = job.finish()
+    code, out, err = job.finish()
     assert code == 75, err
+    assert "SIGTERM: the ranks have 600 s to save and stop" in out + err, "a large model takes minutes to write"
     assert job.verdict()["outcome"] == "interrupted"
     stopped_after = json.loads(job.run_dir.joinpath("metrics.jsonl").read_text().splitlines()[-1])["step"]
     more = str(stopped_after + 4)
@@ -206,7 +207,8 @@ def test_sigint_without_checkpoints_is_an_interruption(shell: Shell) -> None:
     job.wait_for_step(1)
     pids = job.rank_pids()
     job.process.send_signal(signal.SIGINT)
-    code, _, _ = job.finish()
+    code, out, err = job.finish()
     assert code == 130
+    assert "SIGINT: the ranks have 10 s to save and stop; Ctrl-C again ends them now" in out + err
     assert all(gone(pid) for pid in pids.values())
     assert job.verdict()["outcome"] == "interrupted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from torch import nn
 
 from model_check import FSDPTrainer, SimpleModel, load_config
 from model_check.config import Config
+from model_check.data import prepare
 from model_check.engine.arrangement import arrange_llama, arrange_module
+from model_check.engine.data_spec import data_spec
 from model_check.engine.optimizer import build_optimizer
 from model_check.engine.place import Place
 from model_check.engine.sharded import ShardedModel, ShardedNorm
 from model_check.engine.split_adamw import SplitAdamW
 from model_check.engine.step import TrainStep
+from model_check.engine.worker import check_held_out
 from model_check.errors import ModelError, UsageError
 from tests.models.test_models_parallelize import on_ranks
 
@@ -167,3 +171,18 @@ def test_fsdp_trainer_trains_any_module_as_rank_0_has_it() -> None:
 def test_only_a_llama_can_be_cut_into_slices_and_stages() -> None:
     with pytest.raises(UsageError, match="cut a Llama, not a SimpleModel"):
         arrange_module(config("parallel.tensor=2"), Place(0, 2), SimpleModel(8, 1))
+
+
+def test_ranks_that_share_a_model_need_the_held_out_samples_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ("data.samples=300", "training.context_length=32", "training.eval_interval=1", "parallel.tensor=1")
+    held_out = prepare(data_spec(config(*settings))).valid
+    assert held_out is not None
+    whole = held_out.samples(32)
+    alone = config(*settings, f"training.batch_size={whole}")
+    check_held_out(alone, 1, held_out)
+    with pytest.raises(UsageError, match=f"the {whole} held-out samples do not fill one batch of {2 * whole}"):
+        check_held_out(alone, 2, held_out)
+    check_held_out(config(*settings[:-1], f"training.batch_size={whole}", "parallel.tensor=2"), 2, held_out)

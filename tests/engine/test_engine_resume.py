@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from model_check import load_config
+from model_check.checkpoint import layout
+from model_check.checkpoint.manifest import Manifest
 from model_check.checkpoint.peers import Peers
 from model_check.checkpoint.shards import read_tensor
 from model_check.checkpoint.verify import verify
-from model_check.data import prepare
+from model_check.data import Cursor, prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place
 from model_check.engine.saving import Saving, open_saver
-from model_check.engine.worker import Session, assemble, continue_from, fit, open_loader
+from model_check.engine.session import Session
+from model_check.engine.worker import assemble, continue_from, fit, open_loader
 from model_check.errors import CheckpointError
 
 
@@ -96,6 +102,78 @@ def test_the_loss_scale_goes_on_where_it_was() -> None:
     assert resumed.first_step == 5 and resumed.loader.cursor == it.loader.cursor
 
 
+@pytest.mark.parametrize(("saved", "continued"), [("fp16", "fp32"), ("fp16", "bf16"), ("fp32", "fp16")])
+def test_a_loss_scale_is_not_carried_into_another_number_format(saved: str, continued: str) -> None:
+    """Without scaling, a scale of 65536 would divide every gradient; with it, one of 1 would lose the small ones."""
+    train(session(saved), until=5, save=True)
+    resumed, fresh = session(continued), session(continued)
+    continue_from("auto", resumed, Peers())
+    assert resumed.first_step == 5
+    assert resumed.train_step.loss_scale.state_dict() == fresh.train_step.loss_scale.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"system.seed": 7}, "system.seed was 42 and is 7"),
+        ({"training.context_length": 16}, "training.context_length was 32 and is 16"),
+        ({"data.samples": 200}, "its tokens are others"),
+        ({"data.tokenizer": "bytes"}, "its tokens are others"),
+    ],
+)
+def test_a_cursor_into_other_data_is_not_followed_and_that_is_said(changed: dict[str, Any], words: str) -> None:
+    train(session(), until=5, save=True)
+    resumed = session(**changed)
+    _, notes = continue_from("auto", resumed, Peers())
+    (note,) = [line for line in notes if line.startswith("[MC609]")]
+    assert words in note and "starts at its first sample" in note
+    assert resumed.first_step == 5 and resumed.loader.cursor == Cursor()
+
+
+def test_another_batch_size_goes_on_in_the_same_data_without_a_word() -> None:
+    it = session()
+    train(it, until=5, save=True)
+    resumed = session(**{"training.batch_size": 3, "training.learning_rate": 1e-3})
+    _, notes = continue_from("auto", resumed, Peers())
+    assert resumed.loader.cursor == it.loader.cursor != Cursor()
+    assert [line for line in notes if "MC6" in line] == []
+
+
+def altered(change: Callable[[Manifest], Manifest]) -> None:
+    """Writes the manifest of the newest checkpoint anew, checksum and all, as another program would have made it."""
+    folder = Path(".checkpoints/latest").resolve()
+    change(Manifest.read(folder)).write(folder)
+
+
+def test_moments_that_are_not_in_the_checkpoint_are_not_made_up() -> None:
+    train(session(), until=5, save=True)
+    lost = "optimizer.head.weight.exp_avg"
+    altered(lambda m: replace(m, tensors={name: entry for name, entry in m.tensors.items() if name != lost}))
+    with pytest.raises(CheckpointError, match=rf"{lost} is not there.*training.optimizer_states") as caught:
+        continue_from("auto", session(), Peers())
+    assert caught.value.code == "MC607"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"step": -7},
+        {"tokens": "many"},
+        {"cursor": {"epoch": 0}},
+        {"cursor": {"epoch": 0, "position": -1}},
+        {"loss_scale": 3},
+        {"loss_scale": {"scale": "x", "good_steps": 0}},
+    ],
+)
+def test_progress_that_makes_no_sense_is_a_sentence(extra: dict[str, Any]) -> None:
+    train(session(), until=5, save=True)
+    altered(lambda m: replace(m, extra={**m.extra, **extra} if extra else {}))
+    with pytest.raises(CheckpointError, match="does not say where training stood") as caught:
+        continue_from("auto", session(), Peers())
+    assert caught.value.code == "MC601"
+
+
 def test_a_model_of_another_width_is_refused_with_its_tensors() -> None:
     train(session(), until=5, save=True)
     with pytest.raises(CheckpointError, match=r"model\.embed\.weight is \[4096, 16\] there and \[4096, 24\] here") as e:
@@ -114,6 +192,30 @@ def test_best_by_validation_loss_is_kept_and_said_in_the_manifest() -> None:
         saving.save(info, wait=True)
     assert sorted(path.name for path in saving.folder.glob("step_*")) == ["step_00000001", "step_00000003"]
     assert saving.committed == 3
+
+
+def test_a_folder_of_plain_weights_starts_a_run_at_step_0() -> None:
+    given = {name: torch.full_like(tensor, 0.25) for name, tensor in Dicey().state_dict().items()}
+    Path("folder").mkdir()
+    save_file(given, "folder/model.safetensors")
+    it = session()
+    _, notes = continue_from("folder", it, Peers())
+    assert notes == ["weights from folder (3 tensors): optimizer, data and step count start fresh"]
+    assert it.first_step == 0 and bool((it.bare_model.get_parameter("head.weight") == 0.25).all())
+
+
+def test_a_run_whose_last_save_failed_ends_with_that_word() -> None:
+    it = session(**{"training.max_steps": 10})
+    said: list[str] = []
+    saver = open_saver(it.config, Peers(), lineage=None, name="run")
+    saving = Saving(it, saver, last_step=10, say=said.append)
+
+    def on_step(info: StepInfo) -> None:
+        if info.step == 7:  # a file where the next save wants its folder
+            layout.staging_folder(saver.lineage, 9, layout.owner()).write_text("in the way")
+
+    fit(it, on_step=on_step, max_steps=10, saving=saving)
+    assert said[-1] == "checkpoint: the state after step 9 is not saved; the newest is of step 4"
 
 
 def train_once(it: Session) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_check.engine.split_adamw import SplitAdamW, _master, _store
+from model_check.engine.split_adamw import SplitAdamW, master_of, store_master
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
 
@@ -16,8 +16,8 @@ def test_high_and_low_half_hold_every_fp32_number_exactly(values: list[float]) -
     master = torch.tensor(values, dtype=torch.float32)
     parameter = torch.empty_like(master, dtype=torch.bfloat16)
     low = torch.empty_like(master, dtype=torch.int16)
-    _store(master, parameter, low)
-    assert torch.equal(_master(parameter, low), master)
+    store_master(master, parameter, low)
+    assert torch.equal(master_of(parameter, low), master)
     nearest = master.to(torch.bfloat16)
     # Half up instead of half to even: at most one unit in the last place apart, and only on ties.
     apart = (parameter.view(torch.int16).int() - nearest.view(torch.int16).int()).abs()
@@ -38,7 +38,7 @@ def test_a_hundred_steps_match_fp32_adamw() -> None:
         ours.grad, reference.grad = gradient.clone(), gradient.float()
         split.step()
         adamw.step()
-    master = _master(ours.data, split.state[ours]["low"])
+    master = master_of(ours.data, split.state[ours]["low"])
     # Both round to fp32 after each operation but group the products differently: a few units in the last place of
     # the largest weight, accumulated over a hundred steps.
     assert torch.allclose(master, reference.data, rtol=0, atol=5e-8)
@@ -59,7 +59,7 @@ def test_plain_bf16_adamw_would_have_lost_these_steps() -> None:
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
     assert torch.equal(plain.data, start), "bf16 cannot show a step of 1e-5 at 0.5"
-    master = _master(ours.data, optimizers[1].state[ours]["low"])
+    master = master_of(ours.data, optimizers[1].state[ours]["low"])
     assert (start.float() - master).min() > 1.9e-3
     # One rounding of half a unit in the last place of 0.5 a step.
     assert torch.allclose(master, fp32.data, rtol=0, atol=200 * 2**-25)

@@ -63,7 +63,7 @@ def test_checkpoints_are_saved_at_their_interval() -> None:
     trainer().train(num_steps=5, save_checkpoints=True, checkpoint_interval=2)
     lineages = [path for path in Path(".checkpoints").iterdir() if not path.is_symlink()]
     assert len(lineages) == 1
-    saved = sorted(path.name for path in lineages[0].iterdir())
+    saved = sorted(path.name for path in lineages[0].iterdir() if path.is_dir())
     assert saved == ["latest", "step_00000001", "step_00000003", "step_00000004"]
     assert (Path(".checkpoints") / "latest").resolve().name == "step_00000004"
 
@@ -148,3 +148,8 @@ def test_debug_nan_stops_at_the_step_and_names_the_parameters() -> None:
     unwatched = {**CONFIG, "debug": {"nan": False}}
     result = DDPTrainer(TurnsBad(), unwatched, "cpu", data=[(torch.ones(2),)]).train(num_steps=5)
     assert [info.skipped for info in result.steps] == [False, False, True, True, True]
+
+
+def test_a_model_without_parameters_is_a_sentence() -> None:
+    with pytest.raises(UsageError, match="Identity has no parameter that learns"):
+        DDPTrainer(nn.Identity(), CONFIG, "cpu")

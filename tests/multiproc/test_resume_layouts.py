@@ -21,7 +21,8 @@ from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place
 from model_check.engine.saving import Saving, open_saver
-from model_check.engine.worker import Batches, assemble, continue_from, fit, open_loader
+from model_check.engine.session import Batches
+from model_check.engine.worker import assemble, continue_from, fit, open_loader
 from tests.models.test_models_parallelize import on_ranks
 
 BATCH = 4
@@ -43,6 +44,10 @@ class Watched:
     @property
     def cursor(self) -> Cursor:
         return self._loader.cursor
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self._loader.identity
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:

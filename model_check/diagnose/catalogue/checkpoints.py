@@ -92,4 +92,15 @@ CHECKPOINTS: dict[str, Entry] = {
         ),
         "the checkpoint of step 1999 could not be written: Input/output error",
     ),
+    "MC609": Entry(
+        "data of another run",
+        "A checkpoint is continued on other data, or the same in another order: its place in the data means nothing.",
+        "data.*, the tokenizer, training.context_length or system.seed changed since it was saved.",
+        "Checkpoints record the seed, the context length and a fingerprint of the tokens.",
+        (
+            "nothing, if it was meant: weights and optimizer go on, the data starts at its first sample",
+            "to go on in the same data, give these keys the values they had: they are in config.json of its run",
+        ),
+        "training.context_length was 8192 and is 16384",
+    ),
 }
