@@ -278,6 +278,8 @@ def _closing(job: Job, option: Option, found: Advice | None) -> Iterator[str]:
     pace = f", {_seconds(speed.step_s)} a step" if speed is not None else ""
     yield f"advice ({found.option.memory.needed / GIB:.1f} GiB{pace}):"
     yield json.dumps(found.nested, indent=2)
+    if overruled := [key for key in found.changes if job.config.origins.get(key) == "--set"]:
+        yield f"a file does not overrule the command line: leave out {', '.join(f'--set {key}' for key in overruled)}"
     if found.option.load.offloads:
         gpus = fewest_gpus(job)
         yield f"offloading needs {found.option.memory.host / GIB:.0f} GiB of host memory for each rank" + (
