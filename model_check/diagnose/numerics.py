@@ -34,12 +34,20 @@ def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
 
 def nonfinite_findings(evidence: Evidence) -> list[Finding]:
     seen: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
-    for rank in evidence.ranks.values():
-        for record in rank.happened("nonfinite"):
-            key = (_code(record), str(record.get("location") or record.get("module") or ""))
-            seen.setdefault(key, []).append((rank.rank, record))
+    told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("nonfinite")]
+    causes = [whole(record.get("step")) for _, record in told if not _spoilt_weight(record)]
+    for rank, record in told:
+        if _spoilt_weight(record) and causes and min(causes) < whole(record.get("step")):
+            continue  # the step that spoilt the weights is known
+        key = (_code(record), str(record.get("location") or record.get("module") or ""))
+        seen.setdefault(key, []).append((rank, record))
     found = [_finding(evidence, code, records) for (code, _), records in seen.items()]
     return sorted(found, key=lambda f: f.step or 0)
+
+
+def _spoilt_weight(record: Mapping[str, Any]) -> bool:
+    """All that the rank saw was a weight that had been bad before the step."""
+    return str(record.get("tensor") or "").startswith("parameter ")
 
 
 def _code(record: Mapping[str, Any]) -> str:
