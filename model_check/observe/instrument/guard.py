@@ -287,7 +287,7 @@ class Guard:
 def _gradients_finite(optimizer: Any) -> bool:
     """Looks at all of them: asked only where something is known to be wrong."""
     gradients = (gradient_of(p) for group in optimizer.param_groups for p in group["params"])
-    return all(is_finite(gradient) for gradient in gradients if checkable(gradient))
+    return all(is_finite(gradient) for gradient in gradients if gradient is not None and checkable(gradient))
 
 
 def _learning_rate(optimizer: Any) -> float:
