@@ -1,6 +1,6 @@
 """What the forward calls of the step in progress were given, so that one of them can be run once more.
 
-Kept until the optimizer has stepped, which is about as long as the script's own variables keep it. A tensor that
+Kept until the next step begins, which is about as long as the script's own variables keep it. A tensor that
 belongs to a graph (the logits given to a loss module) is never kept alive: only remembered while somebody else does.
 """
 
