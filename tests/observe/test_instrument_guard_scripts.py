@@ -80,7 +80,7 @@ for step in range(4):
 
 DATACLASS = """
 from dataclasses import dataclass
-@dataclass
+@dataclass(slots=True)
 class Out:
     logits: torch.Tensor
 class Net(nn.Module):

@@ -46,8 +46,9 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
             waiting += [(item, depth + 1) for item in reversed(value[:_MOST_TENSORS])]
         elif depth < 3 and hasattr(value, "values") and hasattr(value, "keys"):
             waiting += [(item, depth + 1) for item in reversed(list(value.values())[:_MOST_TENSORS])]
-        elif depth < 3 and dataclasses.is_dataclass(value) and hasattr(value, "__dict__"):
-            waiting += [(item, depth + 1) for item in reversed(list(vars(value).values())[:_MOST_TENSORS])]
+        elif depth < 3 and dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)][:_MOST_TENSORS]
+            waiting += [(getattr(value, name, None), depth + 1) for name in reversed(names)]
 
 
 class Reading:
