@@ -55,6 +55,11 @@ class Hit:
     scaler: str = ""  # what a GradScaler that gave up has to say
     real_outputs_finite: bool | None = None
 
+    @property
+    def received(self) -> dict[str, Any]:
+        """What is known where nothing of this rank's own went wrong; should that be so on every rank, it is all."""
+        return {"loss": self.loss, "location": _line(self.place), "why_not": self.why_not}
+
     @classmethod
     def in_forward(cls, loss: float, calls: Sequence[Call], graph: Any, place: Place | None) -> Hit:
         """A loss that is not finite. `graph`: its node, while no backward has run over it."""

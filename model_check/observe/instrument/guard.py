@@ -274,7 +274,7 @@ class Guard:
         action = "halt" if self.mode == "halt" else "observe"
         report = report_of(hit, self.history, rate=self._rate, eps=self._eps)
         if report is None:
-            BOX.event("nonfinite_received", step=step)
+            BOX.event("nonfinite_received", step=step, action=action, **hit.received)
         else:
             BOX.event("nonfinite", step=step, loss=hit.loss, grad_norm=grad_norm, action=action, **report)
         self.forget()
