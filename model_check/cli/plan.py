@@ -266,6 +266,11 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 
+def _typed(key: str, origin: str) -> str:
+    """How the command line has set a key; empty where it has not."""
+    return f"--set {key}" if origin == "--set" else origin.removeprefix("flag ") if origin.startswith("flag ") else ""
+
+
 def _closing(job: Job, option: Option, found: Advice | None) -> Iterator[str]:
     if found is None:
         gpus = fewest_gpus(job)
@@ -278,6 +283,8 @@ def _closing(job: Job, option: Option, found: Advice | None) -> Iterator[str]:
     pace = f", {_seconds(speed.step_s)} a step" if speed is not None else ""
     yield f"advice ({found.option.memory.needed / GIB:.1f} GiB{pace}):"
     yield json.dumps(found.nested, indent=2)
+    if typed := [words for key in found.changes if (words := _typed(key, job.config.origins.get(key, "")))]:
+        yield f"a file does not overrule the command line: leave out {', '.join(typed)}"
     if found.option.load.offloads:
         gpus = fewest_gpus(job)
         yield f"offloading needs {found.option.memory.host / GIB:.0f} GiB of host memory for each rank" + (

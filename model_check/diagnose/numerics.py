@@ -22,7 +22,7 @@ _FAMILY = frozenset(f"MC4{number:02d}" for number in range(1, 10))
 
 def numerics_findings(evidence: Evidence) -> list[Finding]:
     """One finding for each cause and place, at the first step it was seen; the earliest step first."""
-    return nonfinite_findings(evidence)
+    return nonfinite_findings(evidence) or received_findings(evidence)
 
 
 def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
@@ -34,12 +34,49 @@ def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
 
 def nonfinite_findings(evidence: Evidence) -> list[Finding]:
     seen: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
-    for rank in evidence.ranks.values():
-        for record in rank.happened("nonfinite"):
-            key = (_code(record), str(record.get("location") or record.get("module") or ""))
-            seen.setdefault(key, []).append((rank.rank, record))
+    told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("nonfinite")]
+    causes = [whole(record.get("step")) for _, record in told if not _spoilt_weight(record)]
+    for rank, record in told:
+        if _spoilt_weight(record) and causes and min(causes) < whole(record.get("step")):
+            continue  # the step that spoilt the weights is known
+        key = (_code(record), str(record.get("location") or record.get("module") or ""))
+        seen.setdefault(key, []).append((rank, record))
     found = [_finding(evidence, code, records) for (code, _), records in seen.items()]
     return sorted(found, key=lambda f: f.step or 0)
+
+
+def received_findings(evidence: Evidence) -> list[Finding]:
+    """Every rank had bad gradients and none found its own pass at fault: the job is told, and no rank is blamed."""
+    told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("nonfinite_received")]
+    if not told or (evidence.live and len({rank for rank, _ in told}) < len(evidence.all_ranks)):
+        return []  # the rank that made it may still be looking into its own pass
+    step = min(whole(record.get("step")) for _, record in told)
+    first = [(rank, record) for rank, record in told if whole(record.get("step")) == step]
+    rank, record = min(first, key=lambda item: item[0])
+    why = str(record.get("why_not") or "forward and backward of each rank are finite when run once more")
+    return [
+        make_finding(
+            "MC402",
+            f"{CATALOGUE['MC402'].title}, and no rank found it in its own pass",
+            ranks=[],
+            frame=_frame(record),
+            evidence=[
+                f"observed: {ranks_text(sorted(r for r, _ in first))} had gradients that are not finite; "
+                f"rank {rank}'s loss was {record.get('loss')}",
+                f"inferred: the operation is not known: {why}",
+            ],
+            severity="error" if any(seen.get("action") == "halt" for _, seen in told) else "warning",
+            step=step,
+            phase="backward",
+            began=_seconds(record),
+            now=evidence.now,
+        )
+    ]
+
+
+def _spoilt_weight(record: Mapping[str, Any]) -> bool:
+    """All that the rank saw was a weight that had been bad before the step."""
+    return str(record.get("tensor") or "").startswith("parameter ")
 
 
 def _code(record: Mapping[str, Any]) -> str:

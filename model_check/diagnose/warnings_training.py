@@ -47,6 +47,7 @@ class Look:
     rates: tuple[float, ...]
     frozen: tuple[str, ...]
     without_gradient: tuple[str, ...]
+    parameters: int
 
     @property
     def total(self) -> float:
@@ -101,6 +102,7 @@ def _looks(rank: RankEvidence) -> list[Look]:
                     rates=tuple(rate for value in _list(record, "lr") if (rate := _number(value)) is not None),
                     frozen=tuple(map(str, _list(record, "frozen"))),
                     without_gradient=tuple(map(str, _list(record, "without_gradient"))),
+                    parameters=whole(record.get("parameters")),
                 )
             )
     return seen
@@ -170,7 +172,8 @@ def _stuck(
         parts = [series[:20], series[len(series) // 2 - 25 : len(series) // 2 + 25], series[-50:]]
         levels = [statistics.median(loss for _, loss in part) for part in parts]
         near = all(abs(level - guess) <= STUCK_SHARE * guess for level in levels)
-        if near and levels[-1] > levels[0] - _LEARNT_SHARE * guess:
+        # From a bad start down to guessing is no learning either.
+        if near and levels[-1] > min(levels[0], guess) - _LEARNT_SHARE * guess:
             return make_finding(
                 "MC414",
                 f"the loss has stayed at {levels[-1]:.4g} for {passed} steps: that of guessing",
@@ -210,8 +213,10 @@ def _dead(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding | 
     newest = {rank: seen[-DEAD_LOOKS:] for rank, seen in looks.items() if len(seen) >= DEAD_LOOKS}
     if not newest or len(newest) < len(looks):
         return None
-    dead = set.intersection(*(_always_zero(seen) for seen in newest.values()))
     first = newest[min(newest)]
+    if all(not look.norms and look.without_gradient for seen in newest.values() for look in seen):
+        return _nothing_trained(evidence, newest, first)
+    dead = set.intersection(*(_always_zero(seen) for seen in newest.values()))
     alive = [name for name, norm in first[-1].norms.items() if norm > 0]
     if not dead or not alive:
         return None
@@ -228,6 +233,24 @@ def _dead(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding | 
         severity="warning",
         step=first[-1].step,
         tensor=names[0],
+        now=evidence.now,
+    )
+
+
+def _nothing_trained(evidence: Evidence, looks: Mapping[int, Sequence[Look]], first: Sequence[Look]) -> Finding:
+    return make_finding(
+        "MC415",
+        f"none of the optimizer's {first[-1].parameters} parameters gets a gradient",
+        ranks=looks,
+        evidence=[
+            f"observed: all gradients are None at steps {', '.join(str(look.step) for look in first)} on "
+            f"{ranks_text(sorted(looks))}",
+            "inferred: the optimizer holds other parameters than the loss depends on: a copy of the model, or one that "
+            "was made anew after it",
+        ],
+        severity="warning",
+        step=first[-1].step,
+        fix=["make the optimizer from the parameters of the model that is called, after it has been moved or wrapped"],
         now=evidence.now,
     )
 

@@ -127,6 +127,11 @@ class DDPTrainer:
         if warmup_steps is not None:
             values["training.scheduler.warmup_steps"] = warmup_steps
         config = self.config.with_values(values, f"{type(self).__name__}.train")
+        if self._data is not None and config.debug.on_nan == "rollback":
+            raise UsageError(
+                "debug.on_nan=rollback goes back to an earlier batch, and batches given to the trainer cannot go back",
+                remedy="name the data in the config, or set debug.on_nan to skip or halt",
+            )
         join(
             self.place,
             backend=config.system.backend,

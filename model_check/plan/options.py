@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from model_check.config import Config, ModelShape
+from model_check.config.layouts import layout_problems, replica_problems
 from model_check.plan.choice import choose_layout
 from model_check.plan.devices import Device
 from model_check.plan.layout import Layout, Strategy
@@ -86,6 +87,7 @@ class Job:
         return [
             option
             for layout in self._layouts(load)
+            if self._allowed(layout, load)
             for recomputation in RECOMPUTATIONS
             if (option := self._best_micro_batch(layout, replace(load, recomputation=recomputation))) is not None
         ]
@@ -116,6 +118,22 @@ class Job:
                 pipeline=pipeline, tensor=tensor, context=self.config.parallel.context, replicate=rest, why="plan"
             )
             yield from self._strategies(base, load)
+
+    def _allowed(self, layout: Layout, load: Workload) -> bool:
+        """The rules of the configuration have nothing against it: whatever is offered can be pasted."""
+        config = self.config
+        cut = {"tensor": layout.tensor, "pipeline": layout.pipeline, "strategy": layout.strategy}
+        made = config.model_copy(
+            update={
+                "parallel": config.parallel.model_copy(update=cut),
+                "training": config.training.model_copy(update={"optimizer_states": load.states}),
+                "fsdp": config.fsdp.model_copy(update={"cpu_offload": load.offloads}),
+            }
+        )
+        return self._broken_rules(made) <= self._broken_rules(config)
+
+    def _broken_rules(self, config: Config) -> set[str]:
+        return {problem.code for problem in (*layout_problems(config), *replica_problems(config, self.world_size))}
 
     def _strategies(self, base: Layout, load: Workload) -> Iterator[Layout]:
         # A split model lives in shards whatever its strategy is called: ddp is then one shard each.

@@ -56,6 +56,16 @@ def test_advice_can_be_pasted_into_a_file(capsys: Any, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["as_configured"]["fits"]
 
 
+def test_advice_that_the_command_line_would_overrule_says_so(capsys: Any) -> None:
+    asked = ("--preset", "production", "--gpu", "A100-40", "--set", "parallel.strategy=fsdp")
+    code, out, _ = plan(capsys, *asked)
+    assert code == 1
+    assert out.splitlines()[-1] == "a file does not overrule the command line: leave out --set parallel.strategy"
+    code, out, _ = plan(capsys, "--preset", "full", "--gpu", "H200", "--world-size", "64", "--batch-size", "16")
+    assert code == 1
+    assert out.splitlines()[-1] == "a file does not overrule the command line: leave out --batch-size"
+
+
 @pytest.mark.parametrize("columns", ["80", "120"])
 def test_for_people_it_fits_the_terminal(capsys: Any, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)

@@ -77,6 +77,45 @@ def test_the_same_cause_on_two_ranks_is_one_finding_and_another_line_is_another(
     assert [(f.code, f.ranks, f.step) for f in found] == [("MC402", [1, 3], 7), ("MC401", [1], 9)]
 
 
+SPOILT = {**EVENT, "step": 8, "cause": "MC401", "tensor": "parameter a.weight", "location": "train.py:30", "op": None}
+
+
+def test_a_weight_that_another_step_has_spoilt_adds_nothing_to_that_step(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path / "run", {0: [EVENT], 1: [SPOILT]}, world_size=2)
+    assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [0], [1], 7)
+
+
+def test_a_spoilt_weight_is_told_where_nobody_saw_the_step_that_spoilt_it(tmp_path: Path) -> None:
+    both = {rank: [{**SPOILT, "local": False}] for rank in range(2)}
+    (found,) = findings(tmp_path / "run", both, world_size=2)
+    assert (found.code, found.ranks, found.victims, found.tensor) == ("MC401", [], [], "parameter a.weight")
+
+
+RECEIVED = {"event": "nonfinite_received", "step": 3, "loss": 0.5, "location": "train.py:21", "action": "observe"}
+
+
+def test_gradients_that_no_rank_owns_up_to_are_told_without_blame(tmp_path: Path) -> None:
+    why = "its parameters are sharded: the other ranks would have to take part"
+    both = {rank: [{**RECEIVED, "why_not": why}] for rank in range(2)}
+    (found,) = findings(tmp_path / "run", both, world_size=2)
+    assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [], [], 3)
+    assert (found.severity, found.location) == ("warning", "train.py:21")
+    assert found.evidence == [
+        "observed: ranks 0 and 1 had gradients that are not finite; rank 0's loss was 0.5",
+        f"inferred: the operation is not known: {why}",
+    ]
+
+
+def test_a_rank_that_may_still_be_looking_is_waited_for(tmp_path: Path) -> None:
+    assert findings(tmp_path / "run", {0: [RECEIVED]}, world_size=2)[0].code == "MC402"
+    assert examine(RunDir(tmp_path / "run"), live=True, now=30.0).findings == []
+
+
+def test_what_was_received_adds_nothing_to_the_rank_that_made_it(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path / "run", {0: [EVENT], 1: [{**RECEIVED, "step": 7}]}, world_size=2)
+    assert (found.ranks, found.victims) == ([0], [1])
+
+
 def test_what_was_skipped_is_a_warning_and_later_steps_are_counted(tmp_path: Path) -> None:
     again = [{**EVENT, "action": "skip", "step": step} for step in (7, 9, 11)]
     (found,) = findings(tmp_path / "run", {0: again})

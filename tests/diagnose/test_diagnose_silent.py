@@ -166,6 +166,26 @@ def test_a_loss_that_stays_at_that_of_guessing_lists_what_is_seen(stage: Stage) 
     assert all(word in text for word in ("ln(1000)", "1e-09", "frozen (requires_grad is False): c", "reaches d"))
 
 
+def test_a_loss_that_comes_down_to_guessing_and_stays_there_has_learnt_nothing(stage: Stage) -> None:
+    stage.ranks(1)
+    guess = math.log(64)
+    write_losses(stage, [guess * (1 + 0.015 * math.exp(-step / 30)) for step in range(300)])
+    look(stage, 250, {"a": 1.0}, choices=64, lr=[1e-3])
+    assert stage.first().code == "MC414"
+
+
+def test_an_optimizer_without_a_single_gradient_trains_something_else(stage: Stage) -> None:
+    stage.ranks(2)
+    for step in (50, 100, 150):
+        look(stage, step, {}, without_gradient=["parameter 0"], parameters=3)
+    assert stage.findings() == []
+    look(stage, 200, {}, without_gradient=["parameter 0"], parameters=3)
+    found = stage.first()
+    assert (found.code, found.ranks, found.step) == ("MC415", [0, 1], 200)
+    assert found.title == "none of the optimizer's 3 parameters gets a gradient"
+    assert "observed: all gradients are None at steps 50, 100, 150, 200 on ranks 0 and 1" in found.evidence
+
+
 def test_a_loss_that_falls_or_never_was_a_guess_is_left_alone(stage: Stage) -> None:
     stage.ranks(2)
     falling = [math.log(1000) - 0.001 * step for step in range(260)]

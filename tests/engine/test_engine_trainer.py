@@ -127,6 +127,13 @@ def test_batches_that_run_out_are_named() -> None:
         DDPTrainer(Regression(), CONFIG, "cpu", data=iter(())).train(num_steps=1)
 
 
+def test_batches_that_cannot_go_back_are_refused_before_the_first_step() -> None:
+    config = {**CONFIG, "debug": {"on_nan": "rollback"}, "checkpoint": {"interval": 1}}
+    with pytest.raises(UsageError, match=r"debug\.on_nan=rollback goes back to an earlier batch") as refused:
+        DDPTrainer(Regression(), config, "cpu", data=[]).train(num_steps=1, save_checkpoints=True)
+    assert "set debug.on_nan to skip or halt" in str(refused.value)
+
+
 class TurnsBad(nn.Module):
     """sqrt(0) from its third call on: a loss of 0 whose gradient is not finite."""
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model_check.observe.numerics.origins import Origin, OriginFinder
+from model_check.observe.numerics.ranges import Range
 from tests.marked_lines import line_of
 
 
@@ -105,6 +106,26 @@ def test_the_module_is_named_and_the_ranges_before_it_are_kept() -> None:
     before = origin.before[0]
     assert before.input is not None and before.output is not None
     assert before.input.absmax == 3.0 and before.output.absmax == pytest.approx(120, abs=1)
+
+
+def spectrum(hidden: torch.Tensor) -> torch.Tensor:
+    waves = torch.fft.rfft(hidden * 0)
+    waves = waves / waves.abs().amax()  # nothing over nothing
+    return torch.fft.irfft(waves).sum()
+
+
+def test_complex_numbers_are_watched_too() -> None:
+    origin = find(Net(spectrum), torch.randn(3, 4))
+    assert origin is not None
+    assert (origin.site.op, origin.site.location) == ("div", line_of(__file__, "nothing over nothing"))
+    assert (origin.kind, origin.dtype, origin.received) == ("nan", "complex64", False)
+
+
+def test_the_mean_of_large_numbers_is_a_number() -> None:
+    large = torch.full((64, 64), 3e38)
+    assert Range.of(large).mean == pytest.approx(3e38)
+    large[0, 0] = math.inf
+    assert Range.of(large).mean == pytest.approx(3e38)
 
 
 def test_at_most_ten_modules_before_are_kept() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model_check.config import check_world, load_config, resolve_shape
 from model_check.errors import UsageError
-from model_check.plan.advice import advise, fewest_gpus
+from model_check.plan.advice import advise, changes_of, fewest_gpus
 from model_check.plan.devices import device_named, parse_device
 from model_check.plan.memory import GIB
 from model_check.plan.options import LARGEST_BATCH, Job
@@ -46,6 +46,23 @@ def test_the_advice_is_a_configuration_that_fits(preset: str, gpu: str, gpus: in
     assert changed.as_configured().fits
     if asked.as_configured().fits and strategy != "auto":
         assert found.option.seconds_per_token <= asked.as_configured().seconds_per_token * 1.03
+
+
+@pytest.mark.parametrize(
+    ("preset", "gpu", "gpus", "override"),
+    [
+        ("full", "A100-40", 3, "parallel.strategy=fsdp"),  # states of 8 bits would fit, and shards cannot have them
+        ("full", "A100-40", 3, "parallel.strategy=auto"),
+        ("32b", "RTX-4090", 8, "training.precision=fp8"),  # a cut matrix cannot be scaled as a whole
+        ("32b", "H200", 1024, "training.precision=fp8"),
+        ("32b", "H100", 8, "debug.verify_gradients=100"),  # needs a whole model on every rank
+    ],
+)
+def test_nothing_is_offered_that_the_configuration_refuses(preset: str, gpu: str, gpus: int, override: str) -> None:
+    asked = job(preset, gpu, gpus, override)
+    found = advise(asked)
+    for changes in [changes_of(asked, option) for option in asked.options()] + ([dict(found.changes)] if found else []):
+        assert check_world(applied(asked, changes).config, gpus) == []
 
 
 def test_what_fits_as_it_stands_is_left_alone() -> None:

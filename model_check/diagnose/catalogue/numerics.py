@@ -185,12 +185,15 @@ NUMERICS: dict[str, Entry] = {
     ),
     "MC415": Entry(
         "a layer gets no gradient",
-        "The gradient of a parameter is exactly 0 step after step, while others learn.",
-        "Dead units (all inputs of a ReLU negative), a saturated function, a branch that is multiplied by 0, a detach.",
+        "The gradient of a parameter is exactly 0 step after step, while others learn; or no parameter of the "
+        "optimizer has a gradient at all.",
+        "Dead units (all inputs of a ReLU negative), a saturated function, a branch that is multiplied by 0, a detach. "
+        "None at all: the optimizer was made from a copy of the model, or before the model was made anew.",
         "The norm of each gradient is looked at every 50 steps; exactly 0 in four looks in a row is reported.",
         (
             "look at what lies between this layer and the loss: detach(), where(), a mask, a saturated function",
             "lower the learning rate, or use an activation that does not die (GELU, SiLU)",
+            "make the optimizer from the parameters of the model that is called",
         ),
         "encoder.3.weight: gradient 0 at steps 50, 100, 150 and 200",
     ),

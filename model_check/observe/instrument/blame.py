@@ -55,13 +55,18 @@ class Hit:
     scaler: str = ""  # what a GradScaler that gave up has to say
     real_outputs_finite: bool | None = None
 
+    @property
+    def received(self) -> dict[str, Any]:
+        """What is known where nothing of this rank's own went wrong; should that be so on every rank, it is all."""
+        return {"loss": self.loss, "location": _line(self.place), "why_not": self.why_not}
+
     @classmethod
     def in_forward(cls, loss: float, calls: Sequence[Call], graph: Any, place: Place | None) -> Hit:
         """A loss that is not finite. `graph`: its node, while no backward has run over it."""
         call, replay, why_not = _again(calls, backward=False)
         known = [tensor for output in (call.outputs if call is not None else ()) if (tensor := output()) is not None]
         real = all(finite(tensor) for tensor in known) if known else None
-        inside = [made.nodes for made in calls]
+        inside = [made.nodes for made in calls if made.learns]
         # Finite outputs, and a loss that is not: what lies between them did it.
         outside = first_bad(graph, inside, place) if graph is not None and real is not False else None
         return cls(
@@ -90,22 +95,25 @@ class Hit:
 
 
 def _again(calls: Sequence[Call], *, backward: bool) -> tuple[Call | None, Replay | None, str]:
-    """Runs the newest forward that has parameters once more, or says why not."""
-    with_parameters = [call for call in calls if next(call.module.parameters(), None) is not None]
-    if not with_parameters:
+    """Runs a forward once more, or says why not: the first whose result is bad, else the newest that has parameters."""
+    bad = [call for call in calls if not backward and call.result_is_bad() and not call.why_not_again()]
+    learning = [call for call in calls if call.learns]
+    if not bad and not learning:
         return None, None, "no module's forward was seen in this step"
-    call = with_parameters[-1]
-    why_not = call.why_not_again()
+    call = bad[0] if bad else learning[-1]
+    why_not = call.why_not_again(backward=backward)
     if why_not:
         return call, None, why_not
     try:
-        return call, run_again(call, backward=backward), ""
+        replay = run_again(call, backward=backward)
+        call.hold()
+        return call, replay, ""
     except Exception as error:  # the script's own module: it may do anything when it is called once more
         return call, None, f"its forward cannot be run once more ({type(error).__name__}: {str(error)[:120]})"
 
 
-def report_of(hit: Hit, history: History, *, rate: float) -> dict[str, Any] | None:
-    """The body of the event, or None: nothing of this rank's own went wrong."""
+def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = None) -> dict[str, Any] | None:
+    """The body of the event, or None: nothing of this rank's own went wrong. `eps`: of the optimizer, if it has one."""
     if hit.late:
         return _report_late(hit)
     origin = hit.replay.origin if hit.replay is not None else None
@@ -114,7 +122,9 @@ def report_of(hit: Hit, history: History, *, rate: float) -> dict[str, Any] | No
     if hit.direction == "backward" and origin is None and hit.in_loss_code is None:
         return _report_unexplained_gradient(hit) if _alone() else None
     if origin is not None and (hit.in_loss_code is None or not hit.in_loss_code.made_it):
-        return _report_origin(hit, origin, history, rate)
+        body = _report_origin(hit, origin, history, rate)
+        spoilt = history.steps > 0 and (origin.given or "").startswith("parameter")
+        return _blaming_the_update(body, eps) if spoilt else body
     if hit.in_loss_code is not None:
         return _report_loss_code(hit, hit.in_loss_code, history, rate)
     return _report_without_line(hit, history, rate)
@@ -154,15 +164,29 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
     }
 
 
+def _blaming_the_update(body: dict[str, Any], eps: float | None) -> dict[str, Any]:
+    """A weight that was fine when the script began: the update before this step spoilt it, not this step's forward."""
+    halt = "run again with --guard halt: all gradients of a step are then looked at before it is applied"
+    why = ["inferred: the update of the step before made it so, by a gradient that was not looked at or by itself"]
+    fix = [halt]
+    if eps == 0:
+        why = ["observed: eps of the optimizer is 0: where a gradient has always been 0, its update is 0/0"]
+        fix = ["give the optimizer an eps above 0, such as 1e-8"]
+    # Under data parallelism all ranks hold the same weights: that it has them makes no rank guilty.
+    return {**body, "evidence": [*body["evidence"], *why], "fix": fix, "local": _alone()}
+
+
 def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: float) -> dict[str, Any]:
     seen = "observed" if found.made_it else "inferred"
     note = f": it {found.note}" if found.note else ""
-    evidence = [f"{seen}: {found.op.lower()} in the loss code, outside any module{note}"]
+    evidence = [f"{seen}: {found.op.lower()} in the loss code, outside the model{note}"]
     if hit.real_outputs_finite:
         evidence.append("observed: what the model returned is finite")
     code = "MC401" if hit.direction == "forward" else "MC402"
     if found.empty:
         code = "MC408"
+    elif found.samples:
+        code = "MC404"
     elif hit.direction == "forward" and not found.made_it:
         cause = _judged(hit, None, history, None, rate)
         code, evidence = cause.code, [*cause.evidence, *evidence]
@@ -173,6 +197,7 @@ def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: fl
         "location": f"{found.file}:{found.line}" if found.line else _line(hit.place),
         "function": found.function or None,
         "deterministic": found.made_it,
+        "sample_ids": list(found.samples),
     }
 
 
@@ -184,11 +209,16 @@ def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, A
     cause = _judged(hit, None, history, None, rate)
     plain = [f"inferred: the operation is not known: {hit.why_not}"] if hit.why_not else []
     evidence = [*cause.evidence, *plain, *_inputs_text(hit)]
-    return {**_body(hit, cause.code, evidence), "location": _line(hit.place)}
+    called = hit.call.line() if hit.call is not None else None
+    where = f"{called[0]}:{called[1]}" if called is not None else _line(hit.place)
+    return {**_body(hit, cause.code, evidence), "location": where, "function": called[2] if called else None}
 
 
 def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
-    plain = hit.why_not or "its forward and backward are finite when run once more without the script's own loss"
+    plain = hit.why_not or (
+        "forward and backward of the model are finite when run once more, so the loss code, or what the script does to "
+        "its gradients after backward (clipping, scaling), made it"
+    )
     return {**_body(hit, "MC402", [f"inferred: the operation is not known: {plain}"]), "location": _line(hit.place)}
 
 

@@ -4,6 +4,7 @@ Each rank checks its own loss when `backward` begins, before any peer's gradient
 optimizer is about to step. A bad gradient travels back through every layer before the place where it arose, so one of
 the first parameters tells; the others take turns. The loss of a GPU is copied behind its kernels and read when the
 optimizer is called: by then the forward is long over, so nobody waits. A bad gradient there is known one step later.
+With `--guard halt` every gradient of every step is looked at, and waited for: a promise to refuse must not be a sample.
 
 On a hit the rank runs its own forward once more (replaying), and writes a `nonfinite` event if it is to blame. The
 script's results are never changed, unless it was started with `--guard halt`: then the step is refused.
@@ -27,8 +28,8 @@ from model_check.observe.instrument.box import BOX, GUARD_VARIABLE
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
 from model_check.observe.instrument.lossline import Place, Pole, poles
-from model_check.observe.instrument.readings import Reading, local, reading_of
-from model_check.observe.instrument.replaying import finite
+from model_check.observe.instrument.readings import Reading, gradient_of, norms_of, reading_of
+from model_check.observe.numerics.ranges import checkable, is_finite
 
 Mode = Literal["observe", "halt", "off"]
 _MOST_REPORTS = 1  # once weights are not finite, every later step says the same
@@ -61,19 +62,34 @@ class _Probed:
     @classmethod
     def of(cls, optimizer: Any) -> _Probed:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not is_lazy(p)]
-        # The smallest of the first few (a bias, a norm) sums over every sample, and is read at the smallest price.
-        return cls(tuple(sorted(trained[:_FIRST_FEW], key=lambda p: int(p.numel()))[:1]), trained)
+        few = trained[:_FIRST_FEW]
+        # The very first lies before every pole. Where it is too large to be read whole (an embedding, of which a batch
+        # uses some rows), the smallest of the next (a bias, a norm) sums over every sample, at the smallest price.
+        if few and few[0].numel() > _SMALL:
+            few.sort(key=lambda p: int(p.numel()))
+        return cls(tuple(few), trained)
 
 
 def _size(parameter: Any) -> Reading | None:
     """The norm of a gradient, or of the head of a large one."""
-    gradient = local(parameter.grad)
+    gradient = gradient_of(parameter)
     if gradient is None or not (numbers := gradient.numel()):
         return None
     if gradient.is_cpu and gradient.dim() == 1 and numbers <= _FEW and gradient.is_floating_point():
         return Reading(math.hypot(*gradient.tolist()))  # operations of torch's cost more than so few numbers
     part = gradient.detach() if numbers <= _SMALL else gradient.detach().reshape(-1)[:_SMALL]
     return reading_of(torch.linalg.vector_norm(part, dtype=_WIDE.get(part.dtype)))
+
+
+def _all_sizes(parameters: list[Any]) -> list[Reading]:
+    """The norms of all gradients, waited for."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
+        if gradient is not None and gradient.numel():
+            by_device.setdefault(gradient.device, []).append(gradient.detach())
+    norms = [found for gradients in by_device.values() if (found := norms_of(gradients)) is not None]
+    return [Reading(norm) for found in norms for norm in found.value()]
 
 
 def _mode() -> Mode:
@@ -97,7 +113,11 @@ class Guard:
         self._without_poles: dict[Place | None, int] = {}
         self._turn = 0
         self._rate = math.nan
+        self._eps: float | None = None
         self._halted = ""
+        self._settled = False
+        self._told_harmless = False
+        self._untold: dict[str, Any] | None = None
 
     @property
     def on(self) -> bool:
@@ -106,6 +126,7 @@ class Guard:
     # What the script does
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        self._begin_anew()
         return self._inputs.begins(module, args, kwargs) if self.on else None
 
     def forward_ended(self, call: Call, result: Any) -> None:
@@ -113,6 +134,7 @@ class Guard:
 
     def backward_begins(self, root: Any, loss: Reading | None, *, scaled: bool = False) -> None:
         """`scaled`: the root is a loss times a GradScaler's factor, which may overflow in good health."""
+        self._begin_anew()
         if not self.on:
             return
         calls = self._inputs.calls[self._calls_seen :]
@@ -122,11 +144,10 @@ class Guard:
             return
         this = _Pass(loss, calls, self._last_place)
         self._passes.append(this)
-        inside = [call.nodes for call in calls]
         if not loss.ready:
             return
         if math.isfinite(loss.value()):
-            this.poles = self._poles_of(root, inside, this.place)
+            this.poles = self._poles_of(root, calls, this.place)
         else:
             # Looked at now: the graph still has its numbers, and the script may yet decide to leave this step out.
             this.hit = Hit.in_forward(loss.value(), calls, root.grad_fn, this.place)
@@ -139,6 +160,7 @@ class Guard:
             return
         step = BOX.recorder.steps if BOX.recorder is not None else 0
         self._rate = _learning_rate(optimizer)
+        self._eps = optimizer.param_groups[0].get("eps")
         late_step, late = self._late
         if not all(math.isfinite(size.value()) for size in late):
             # First: the step before has spoilt the weights, and this one's loss with them.
@@ -150,7 +172,11 @@ class Guard:
         bad = self._bad_pass()
         grad_norm = math.hypot(*known) if known else math.nan
         if bad is not None and _gradients_finite(optimizer):
-            bad = None  # the script took this pass out of its gradients, or they do not depend on what is bad in it
+            # The script took this pass out of its gradients, or they do not depend on what is bad in it. Nobody took
+            # out what was the last to be added.
+            if bad is self._passes[-1]:
+                self._harmless(step, bad, grad_norm)
+            bad = None
         if bad is not None:
             self._found(step, bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place), grad_norm)
         elif not all(map(math.isfinite, known)) and not _gradients_finite(optimizer):
@@ -159,6 +185,7 @@ class Guard:
             self._found(step, hit, grad_norm)
         self._late = step, [size for size in sizes if size not in ready]
         self.history.step(self._loss(), grad_norm, self._rate)
+        self._settled = True
 
     def scaler_gave_up(self, *, skipped: int, scale: float, first_scale: float) -> None:
         """A GradScaler leaves out step after step: lowering its factor does not help."""
@@ -171,9 +198,19 @@ class Guard:
         self._found(BOX.recorder.steps if BOX.recorder is not None else 0, replace(hit, scaler=told), math.nan)
 
     def step_done(self) -> None:
+        """The step is kept until the next one begins: a second optimizer may still have to apply its share of it."""
+        self._settled = True
+
+    def forget(self) -> None:
         self._inputs.forget()
         self._passes.clear()
         self._calls_seen = 0
+        self._settled = False
+
+    def _begin_anew(self) -> None:
+        if self._settled:
+            self.flush()
+            self.forget()
 
     # What is known of the step
 
@@ -183,13 +220,13 @@ class Guard:
     def _loss(self) -> float:
         return float(self._passes[-1].loss.value()) if self._passes else math.nan
 
-    def _poles_of(self, root: Any, inside: list[range], place: Place | None) -> list[Pole]:
+    def _poles_of(self, root: Any, calls: list[Call], place: Place | None) -> list[Pole]:
         """Code that had none is asked only now and then: it makes the same graph again."""
         without = self._without_poles.get(place, 0)
         if without >= _ENOUGH_LOOKS and without % _ENOUGH_LOOKS:
             self._without_poles[place] = without + 1
             return []
-        found = poles(root.grad_fn, inside)
+        found = poles(root.grad_fn, [call.nodes for call in calls if call.learns])
         self._without_poles[place] = 0 if found else without + 1
         return found
 
@@ -197,24 +234,50 @@ class Guard:
         return [pole for this in self._passes for pole in this.poles]
 
     def _sizes(self, optimizer: Any) -> list[Reading]:
-        """The size of an early gradient, and in every fourth step of the one whose turn it is."""
+        """The size of an early gradient, and in every fourth step of the one whose turn it is; to halt, of all."""
         probed = self._probed.get(optimizer)
         if probed is None:
             probed = self._probed[optimizer] = _Probed.of(optimizer)
+        if self.mode == "halt":
+            return _all_sizes([p for group in optimizer.param_groups for p in group["params"]])
         self._turn += 1
-        looked_at = probed.early
+        looked_at = tuple(parameter for parameter in probed.early if parameter.grad is not None)[:1]
         if self._turn % _TURN_EVERY == 0 and probed.all:
             looked_at = (*looked_at, probed.all[self._turn // _TURN_EVERY % len(probed.all)])
         return [size for parameter in looked_at if (size := _size(parameter)) is not None]
 
+    def _harmless(self, step: int, bad: _Pass, grad_norm: float) -> None:
+        """A loss that is not finite although its gradients are: told once, for the script's own log shows it.
+
+        Not before the step is over: the gradients of a second optimizer are still to be seen.
+        """
+        if self._told_harmless:
+            return
+        self._told_harmless = True
+        hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
+        report = report_of(hit, self.history, rate=self._rate)
+        if report is not None:
+            unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"
+            report = {**report, "evidence": [*report["evidence"], unspoilt]}
+            told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe"}
+            self._untold = {**told, **report}
+
+    def flush(self) -> None:
+        """Writes what was held back until the step was over."""
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            BOX.event("nonfinite", **untold)
+
     def _found(self, step: int, hit: Hit, grad_norm: float) -> None:
         self._reports += 1
+        self._untold = None
         action = "halt" if self.mode == "halt" else "observe"
-        report = report_of(hit, self.history, rate=self._rate)
+        report = report_of(hit, self.history, rate=self._rate, eps=self._eps)
         if report is None:
-            BOX.event("nonfinite_received", step=step)
+            BOX.event("nonfinite_received", step=step, action=action, **hit.received)
         else:
             BOX.event("nonfinite", step=step, loss=hit.loss, grad_norm=grad_norm, action=action, **report)
+        self.forget()
         if self.mode == "halt":
             cause = "this rank's own pass" if report is not None else "a peer's gradients"
             self._halted = f"step {step} is not applied: {cause} made its gradients non-finite"
@@ -223,7 +286,8 @@ class Guard:
 
 def _gradients_finite(optimizer: Any) -> bool:
     """Looks at all of them: asked only where something is known to be wrong."""
-    return all(finite(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    gradients = (gradient_of(p) for group in optimizer.param_groups for p in group["params"])
+    return all(is_finite(gradient) for gradient in gradients if gradient is not None and checkable(gradient))
 
 
 def _learning_rate(optimizer: Any) -> float:

@@ -1,6 +1,6 @@
 """What the forward calls of the step in progress were given, so that one of them can be run once more.
 
-Kept until the optimizer has stepped, which is about as long as the script's own variables keep it. A tensor that
+Kept until the next step begins, which is about as long as the script's own variables keep it. A tensor that
 belongs to a graph (the logits given to a loss module) is never kept alive: only remembered while somebody else does.
 """
 
@@ -16,6 +16,7 @@ import torch
 
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.readings import tensors_in
+from model_check.observe.numerics.ranges import checkable, is_finite
 
 _MOST_BYTES = 256 << 20
 _MOST_CALLS = 64
@@ -80,19 +81,32 @@ class Call:
         inner = self.module.module if wrapped else self.module
         return getattr(inner, "_orig_mod", inner)
 
+    @property
+    def learns(self) -> bool:
+        """It has parameters; a loss that is written as a module has none, and is looked into like any loss code."""
+        return next(self.module.parameters(), None) is not None
+
     def line(self) -> tuple[str, int, str] | None:
         """File, line and function of the script's own line that makes this call."""
         file, line, function = self.site
         texts = {number: text for text, number in BOX.recorder.ids.items()} if BOX.recorder is not None else {}
         return (texts[file], line, texts.get(function, "")) if texts.get(file) else None
 
-    def why_not_again(self) -> str:
+    def result_is_bad(self) -> bool:
+        """What it returned, as far as that is still there, holds NaN or infinity that a loss can depend on."""
+        known = [tensor for output in self.outputs if (tensor := output()) is not None and checkable(tensor)]
+        used = [tensor for tensor in known if tensor.requires_grad] or known
+        return any(not is_finite(tensor) for tensor in used)
+
+    def why_not_again(self, *, backward: bool = False) -> str:
         """Why the call cannot be run once more by this rank alone; empty: it can."""
         if not self.args and not self.kwargs:
             return "what its forward was given is no longer there"
         if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
             return "its parameters are sharded: the other ranks would have to take part"
-        if any("FullyShardedDataParallel" in type(m).__name__ for m in self.module.modules()):
+        # FSDP2 leaves parameters gathered between micro-batches; its hooks would still reduce the replay's gradients.
+        wrappers = ("FullyShardedDataParallel", "FSDPModule") if backward else ("FullyShardedDataParallel",)
+        if any(base.__name__ in wrappers for m in self.module.modules() for base in type(m).__mro__):
             return "its parameters are sharded: the other ranks would have to take part"
         try:
             given = list(tensors_in(*self.given()))
@@ -104,6 +118,10 @@ class Call:
 
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return _map(self.args, _given_back), _map(self.kwargs, _given_back)
+
+    def hold(self) -> None:
+        """Keeps what it was given, though the backward lets it go: more will be asked about it."""
+        self.args, self.kwargs = self.given()
 
     def surroundings(self) -> AbstractContextManager[Any]:
         """The generators and the autocast of the original call; afterwards everything is as before."""

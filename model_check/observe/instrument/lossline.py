@@ -11,8 +11,8 @@ import ast
 import functools
 import linecache
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -61,6 +61,7 @@ class LossOperation:
     function: str = ""
     made_it: bool = False  # its inputs were finite and its result was not: seen, not guessed
     note: str = ""
+    samples: tuple[int, ...] = ()  # of the targets it was given, those that are not finite
 
     @property
     def empty(self) -> bool:
@@ -106,13 +107,22 @@ def _number(node: Any) -> int:
 
 
 def first_bad(root: Any, inside: Sequence[range], place: Place | None) -> LossOperation | None:
-    """Of a loss that is not finite, before its backward: the innermost operation that can have made it so."""
+    """Of a loss that is not finite, before its backward: the innermost operation that can have made it so.
+
+    None where the loss code was handed a number that was bad already: then it is not to blame.
+    """
     nodes = list(nodes_behind(root, inside))
     for node in reversed(nodes):  # in the order in which the script made them
         kept = _kept(node)
+        if samples := _bad_targets(dict(kept)):
+            shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
+            found = _located(node, place, note=f"is given a target that is not finite, of sample {shown}", made_it=True)
+            return replace(found, samples=samples)
         bad_before = any(not is_finite(tensor) for name, tensor in kept if "result" not in name and "grad" not in name)
         if not bad_before and (note := _stumbles(node, kept)):
             return _located(node, place, note=note, made_it=True)
+    if nodes and any(not is_finite(tensor) for _, tensor in _kept(nodes[-1])):
+        return None
     suspect = [node for node in nodes if _kind(node) in _POLES]
     return _located(suspect[-1] if suspect else nodes[0], place) if nodes else None
 
@@ -193,6 +203,17 @@ def _stumbles(node: Any, kept: list[tuple[str, torch.Tensor]]) -> str:
     return ""
 
 
+def _bad_targets(kept: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    """The samples whose target is not finite, where the prediction is."""
+    target, prediction = kept.get("_saved_target"), kept.get("_saved_self")
+    if target is None or prediction is None or not target.is_floating_point() or not target.dim():
+        return ()
+    if is_finite(target) or not is_finite(prediction):
+        return ()
+    good = torch.isfinite(target.reshape(target.shape[0], -1)).all(dim=1)
+    return tuple((~good).nonzero().flatten().tolist())
+
+
 def _pow_fails(node: Any, inner: torch.Tensor) -> bool:
     exponent = getattr(node, "_saved_exponent", None)
     return isinstance(exponent, (int, float)) and not is_finite(inner.double() ** exponent)
@@ -206,28 +227,38 @@ def _located(node: Any, place: Place | None, *, note: str = "", made_it: bool = 
     # Once the loss line is reached, what follows `backward()` belongs to the next step.
     before = [number for number in lines if number <= place.line]
     line = before[0] if len(before) == 1 else 0
-    return LossOperation(kind, place.file, line or place.line, place.function, made_it, note)
+    function = _function_at(place, line) if line else place.function
+    return LossOperation(kind, place.file, line or place.line, function, made_it, note)
 
 
 def _wanted(kind: str) -> set[str]:
     return {kind.lower(), kind.lower() + "_", *(word.lower() for word in _TEXT.get(kind, ()))}
 
 
+def _tree(place: Place) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(place.path)))
+    except SyntaxError:  # the file has been edited since
+        return ast.Module([], [])
+
+
+def _functions_at(tree: ast.AST, line: int) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions that hold a line, the outermost first."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return sorted((f for f in functions if f.lineno <= line <= (f.end_lineno or 0)), key=lambda f: f.lineno)
+
+
+def _function_at(place: Place, line: int) -> str:
+    holds = _functions_at(_tree(place), line)
+    return holds[-1].name if holds else "<module>"
+
+
 def _words_by_line(place: Place) -> list[tuple[int, set[str]]]:
     """For each line of the function that calls backward: the operations that stand in it."""
-    try:
-        tree: ast.AST = ast.parse("".join(linecache.getlines(place.path)))
-    except SyntaxError:  # the file has been edited since
-        return []
-    holds = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.name == place.function
-        and node.lineno <= place.line <= (node.end_lineno or 0)
-    ]
+    tree = _tree(place)
+    holds = [function for function in _functions_at(tree, place.line) if function.name == place.function]
     words: dict[int, set[str]] = {}
-    for node in ast.walk(max(holds, key=lambda node: node.lineno) if holds else tree):
+    for node in ast.walk(holds[-1] if holds else tree):
         if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.Pow)):
             word = "div" if isinstance(node.op, ast.Div) else "pow"
             words.setdefault(node.lineno, set()).add(word)

@@ -7,6 +7,7 @@ an event says when the copy is done.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -26,8 +27,16 @@ def local(tensor: Any) -> torch.Tensor | None:
     return tensor if (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided else None
 
 
+def gradient_of(parameter: Any) -> torch.Tensor | None:
+    """What this rank holds of a parameter's gradient; of a sparse one the numbers that it lists."""
+    gradient = parameter.grad
+    if type(gradient) is torch.Tensor and gradient.layout is torch.sparse_coo:
+        gradient = gradient._values()
+    return local(gradient)
+
+
 def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results, a few levels deep: tuples, lists, dicts and objects that act like dicts."""
+    """The tensors in arguments or results, a few levels deep: tuples, lists, dicts, what acts like one, dataclasses."""
     found = 0
     waiting: list[tuple[Any, int]] = [(value, 0) for value in reversed(values)]
     while waiting and found < _MOST_TENSORS:
@@ -39,6 +48,9 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
             waiting += [(item, depth + 1) for item in reversed(value[:_MOST_TENSORS])]
         elif depth < 3 and hasattr(value, "values") and hasattr(value, "keys"):
             waiting += [(item, depth + 1) for item in reversed(list(value.values())[:_MOST_TENSORS])]
+        elif depth < 3 and dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)][:_MOST_TENSORS]
+            waiting += [(getattr(value, name, None), depth + 1) for name in reversed(names)]
 
 
 class _Slot:

@@ -114,10 +114,11 @@ def process_fails() -> None:
 @_harmless
 def process_ends() -> None:
     """Nothing more will come: what was held back for later is written."""
+    GUARD.flush()
     REPLICAS.flush()
     TRENDS.flush()
 
 
 def forget_after_fork() -> None:
-    GUARD.step_done()
+    GUARD.forget()
     TRENDS.forget()

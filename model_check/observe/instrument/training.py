@@ -197,15 +197,34 @@ def patch_optimizer(module: Any) -> None:
     module.register_optimizer_step_post_hook(_after_optimizer)
 
 
-def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if torch.compiler.is_compiling():
-        return
+        return None
     try:
         _optimizer_begins(optimizer)
     except Exception as error:
         BOX.give_up(error)
-    if (steps := _numbers()) is not None:
+    steps = _numbers()
+    if steps is None:
+        return None
+    if "closure" in kwargs and kwargs["closure"] is not None:
+        return args, {**kwargs, "closure": _checked_after(kwargs["closure"], optimizer, steps)}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _checked_after(args[1], optimizer, steps), *args[2:]), kwargs
+    steps.optimizer_begins(optimizer)
+    return None
+
+
+def _checked_after(closure: Original, optimizer: Any, steps: Any) -> Original:
+    """A closure makes the gradients inside the optimizer's own step: they are looked at when it has."""
+
+    @functools.wraps(closure)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = closure(*args, **kwargs)
         steps.optimizer_begins(optimizer)
+        return result
+
+    return call
 
 
 def _optimizer_begins(optimizer: Any) -> None:

@@ -64,11 +64,12 @@ class Trends:
             (n, p, plain) for n, p in enumerate(parameters) if (plain := local(p.grad)) is not None and plain.numel()
         ]
         found = [(n, p, plain) for n, p, plain in found if plain.device == found[0][2].device]
-        norms = norms_of([plain.detach() for _, _, plain in found])
-        if norms is None:
+        trained = [p for p in parameters if p.requires_grad]
+        # None at all is worth a look too: the optimizer may have been given another model's parameters.
+        norms = norms_of([plain.detach() for _, _, plain in found]) if found else Reading([])
+        if norms is None or not trained or (not found and any(p.grad is not None for p in trained)):
             return
         named = [self._names.get(id(p), f"parameter {n}") for n, p, _ in found]
-        trained = [p for p in parameters if p.requires_grad]
         facts = {
             "lr": [float(group["lr"]) for group in optimizer.param_groups if isinstance(group.get("lr"), (int, float))],
             "frozen": [self._names.get(id(p), "?") for p in parameters if not p.requires_grad][:8],

@@ -29,6 +29,7 @@ from model_check.observe.numerics.ranges import (
     checkable,
     is_finite,
     local_part,
+    real_part,
 )
 
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
@@ -303,7 +304,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _only_minus_infinity(tensor: torch.Tensor) -> bool:
-    values = local_part(tensor).detach()
+    values = real_part(tensor)
     return not bool(torch.isnan(values).any()) and not bool(torch.isposinf(values).any())
 
 

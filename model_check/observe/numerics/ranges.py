@@ -12,13 +12,19 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-CHECKED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+CHECKED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a sharded tensor; asking about the whole would be a collective."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def real_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, outside any graph; of complex numbers both parts, as plain ones."""
+    values = local_part(tensor).detach()
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def checkable(value: Any) -> bool:
@@ -34,7 +40,7 @@ def checkable(value: Any) -> bool:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Without a temporary of the tensor's size. A finite sum proves it; a sum may overflow, a magnitude cannot."""
-    values = local_part(tensor).detach()
+    values = real_part(tensor)
     total = values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
     return bool(torch.isfinite(total)) or bool(torch.isfinite(torch.linalg.vector_norm(values, math.inf)))
 
@@ -49,14 +55,20 @@ class Range:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Range:
-        values = local_part(tensor).detach()
+        values = real_part(tensor)
         absmax = float(torch.linalg.vector_norm(values, math.inf))
         if math.isfinite(absmax):
-            return cls(absmax, float(values.mean(dtype=torch.float32)), 1.0)
+            return cls(absmax, _mean(values), 1.0)
         good = values[torch.isfinite(values)].float()
         if not good.numel():
             return cls(math.nan, math.nan, 0.0)
-        return cls(float(good.abs().max()), float(good.mean()), good.numel() / values.numel())
+        return cls(float(good.abs().max()), _mean(good), good.numel() / values.numel())
+
+
+def _mean(values: torch.Tensor) -> float:
+    """Of finite numbers; their sum may leave the range of float32 although none of them does."""
+    mean = float(values.mean(dtype=torch.float32))
+    return mean if math.isfinite(mean) else float(values.mean(dtype=torch.float64))
 
 
 @dataclass(frozen=True)

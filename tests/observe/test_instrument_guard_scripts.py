@@ -1,0 +1,222 @@
+"""The guard under scripts of every build: closures, several optimizers, loss modules, chains of modules, odd results.
+
+Each test is one short script in a process of its own, as `model-check run` starts it; the line to be named is marked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from observed_runs import Outcome, Runner
+
+HEAD = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+"""
+
+CLOSURE = """
+model = nn.Linear(4, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(6):
+    x = torch.randn(8, 4)
+    weights = torch.ones(8) if step != 3 else torch.zeros(8)
+    def closure():
+        opt.zero_grad()
+        error = (model(x).squeeze(1) - 1).square()
+        loss = (error * weights).sum() / weights.sum()  # HERE
+        loss.backward()
+        return loss
+    opt.step(closure)
+print("weights", float(model.weight.sum()))
+"""
+
+TWO_OPTIMIZERS = """
+embed, head = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 4)
+first = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+second = torch.optim.SparseAdam(embed.parameters(), lr=0.01)
+for step in range(6):
+    ids, weights = torch.arange(8), torch.ones(8) if step != 4 else torch.zeros(8)
+    losses = F.cross_entropy(head(embed(ids)), ids % 4, reduction="none")
+    loss = (losses * weights).sum() / weights.sum()  # HERE
+    embed.zero_grad()
+    loss.backward()
+    first.step()
+    second.step()
+"""
+
+LOSS_MODULE = """
+class Likelihood(nn.Module):
+    def forward(self, chances, labels):
+        return -torch.log(chances.gather(1, labels[:, None])).mean()  # HERE
+model, criterion = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)), Likelihood()
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    x = torch.randn(6, 4) * (1e5 if step == 2 else 1)
+    loss = criterion(model(x), torch.arange(6) % 3)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+MODULE_BEFORE = """
+class Standard(nn.Module):
+    def forward(self, x):
+        return (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)  # HERE
+prepare, model = Standard(), nn.Linear(4, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    x = torch.randn(6, 4)
+    if step == 2:
+        x[1] = 7.0
+    x = prepare(x)
+    loss = model(x).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+DATACLASS = """
+from dataclasses import dataclass
+@dataclass(slots=True)
+class Out:
+    logits: torch.Tensor
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+    def forward(self, x, scale):
+        h = self.inner(x)
+        h.div_(scale)  # HERE
+        return Out(h)
+model = Net()
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    scale = torch.ones(6, 1)
+    scale[4] = float(step != 2)
+    loss = F.cross_entropy(model(torch.randn(6, 4), scale).logits, torch.arange(6) % 3)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+TARGETS = """
+model = nn.Linear(4, 2)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    y = torch.randn(6, 2)
+    y[3, 1] = float("inf") if step == 2 else 0.0
+    loss = F.smooth_l1_loss(model(torch.randn(6, 4)), y) + F.mse_loss(model(torch.ones(6, 4)), y)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+NO_EPS = """
+model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 4))
+opt = torch.optim.Adam(model.parameters(), lr=0.01, eps=0.0)
+for step in range(4):
+    ids = torch.arange(8) + step
+    loss = F.cross_entropy(model(ids), ids % 4)  # HERE
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+HARMLESS = """
+model = nn.Linear(4, 3)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(6):
+    labels = torch.arange(6) % 3 if step % 2 == 0 else torch.full((6,), -100)
+    loss = F.cross_entropy(model(torch.randn(6, 4)), labels)  # HERE
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+print("finite", bool(torch.isfinite(model.weight).all()))
+"""
+
+FIRST_LAYER_ONLY = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4, bias=False), nn.Linear(4, 1)
+    def forward(self, x):
+        h = self.inner(x)
+        return self.outer(h) + h.square().sum(1, keepdim=True).sqrt()  # HERE
+model = Net()
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(6):
+    x = torch.randn(6, 4)
+    if step == 3:
+        x[2] = 0.0
+    loss = model(x).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+def line_of(body: str) -> int:
+    return next(number for number, line in enumerate((HEAD + body).splitlines(), 1) if line.endswith("# HERE"))
+
+
+def event_of(outcome: Outcome) -> dict[str, Any]:
+    assert outcome.codes == [0], outcome.errors
+    assert outcome.events("guard_failed") == []
+    (event,) = outcome.events("nonfinite")
+    return event
+
+
+@pytest.mark.parametrize(
+    ("body", "cause", "op", "step", "function"),
+    [
+        (CLOSURE, "MC408", "div", 3, "closure"),
+        (TWO_OPTIMIZERS, "MC408", "div", 9, "<module>"),  # two optimizers take two steps a round
+        (LOSS_MODULE, "MC401", "log", 2, "forward"),
+        (MODULE_BEFORE, "MC401", "div", 2, "forward"),
+        (DATACLASS, "MC401", "div", 2, "forward"),
+        (FIRST_LAYER_ONLY, "MC402", "sqrt", 3, "forward"),
+    ],
+    ids=["closure", "two optimizers", "loss module", "module before", "dataclass", "first layer only"],
+)
+def test_the_step_the_operation_and_the_line(
+    run: Runner, body: str, cause: str, op: str, step: int, function: str
+) -> None:
+    event = event_of(run(HEAD + body, env={"MODEL_CHECK_GUARD": "observe"}))
+    assert (event["cause"], event["op"], event["step"]) == (cause, op, step)
+    assert (event["location"], event["function"]) == (f"train.py:{line_of(body)}", function)
+    assert event["deterministic"] is True
+
+
+def test_a_target_that_is_not_finite_is_a_bad_sample(run: Runner) -> None:
+    event = event_of(run(HEAD + TARGETS, env={"MODEL_CHECK_GUARD": "observe"}))
+    assert (event["cause"], event["step"], event["sample_ids"]) == ("MC404", 2, [3])
+    assert "is given a target that is not finite, of sample 3" in " ".join(event["evidence"])
+
+
+def test_an_update_that_divides_by_nothing_is_blamed_and_not_the_next_forward(run: Runner) -> None:
+    event = event_of(run(HEAD + NO_EPS, env={"MODEL_CHECK_GUARD": "observe"}))
+    assert (event["cause"], event["step"], event["tensor"]) == ("MC401", 1, "parameter 0.weight")
+    assert (
+        "observed: eps of the optimizer is 0: where a gradient has always been 0, its update is 0/0"
+        in (event["evidence"])
+    )
+    assert event["fix"] == ["give the optimizer an eps above 0, such as 1e-8"]
+
+
+@pytest.mark.parametrize("mode", ["observe", "halt"])
+def test_a_loss_of_nan_that_spoils_nothing_is_told_once_and_stops_nobody(run: Runner, mode: str) -> None:
+    outcome = run(HEAD + HARMLESS, env={"MODEL_CHECK_GUARD": mode})
+    event = event_of(outcome)
+    assert outcome.outputs[0].split() == ["finite", "True"]
+    assert (event["cause"], event["step"], event["action"]) == ("MC408", 1, "observe")
+    assert "observed: every gradient is finite all the same, so the step spoils no weight" in event["evidence"]
+
+
+def test_halt_refuses_the_step_of_a_closure(run: Runner) -> None:
+    outcome = run(HEAD + CLOSURE, env={"MODEL_CHECK_GUARD": "halt"})
+    assert outcome.codes == [1] and "weights" not in outcome.outputs[0]
+    assert "step 3 is not applied" in outcome.errors[0]
+    assert [event["action"] for event in outcome.events("nonfinite")] == ["halt"]
