@@ -65,7 +65,9 @@ def check_imports(settings: Settings, packages: tuple[Package, ...] = PACKAGES) 
 
 def _try(package: Package, settings: Settings) -> Cost:
     limits = settings.limits
-    answer = ask("import_one", package.module, limit_s=limits.import_limit_s, environ=settings.environ)
+    answer = ask(
+        "import_one", package.module, package.distribution, limit_s=limits.import_limit_s, environ=settings.environ
+    )
     return Cost(judge_import(package, answer, limits), answer.value.get("seconds", answer.seconds))
 
 

@@ -44,6 +44,13 @@ def test_a_package_that_raises_is_named_with_its_line(package: MakePackage) -> N
     assert "pip install --force-reinstall flash-attn" in check.fix
 
 
+def test_a_folder_that_an_installer_filled_may_come_first(package: MakePackage, tmp_path: Path) -> None:
+    environ = package("xxhash", "names = []\n")
+    (tmp_path / "packages" / "xxhash-9.9.dist-info").mkdir()
+    assert imported(Package("xxhash", "xxhash"), environ).status == "ok"
+    assert imported(Package("xxhash", "another-one"), environ).status == "warn"
+
+
 def test_a_folder_of_the_user_that_hides_an_installed_package(package: MakePackage, tmp_path: Path) -> None:
     hiding = str(tmp_path / "packages" / "datasets" / "__init__.py")
     environ = package("datasets", "names = []\n")

@@ -1,6 +1,6 @@
 """Imports the module named on the command line; says how long it took and how much memory it brought.
 
-    python import_one.py transformers
+    python import_one.py transformers transformers      the module, and the distribution that brings it
 
 Standard library only, so that everything that is counted belongs to the module.
 """
@@ -25,7 +25,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def import_one(name: str) -> dict[str, Any]:
+def import_one(name: str, distribution: str) -> dict[str, Any]:
     """Whatever the module raises, and be it SystemExit, is the answer."""
     before, started = resident_bytes(), time.perf_counter()
     try:
@@ -37,13 +37,13 @@ def import_one(name: str) -> dict[str, Any]:
             "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
             "line": where(error),
             "missing": missing,
-            "shadows": shadowing_file(name),
+            "shadows": shadowing_file(name, distribution),
         }
     return {
         "seconds": time.perf_counter() - started,
         "bytes": resident_bytes() - before,
         "file": getattr(module, "__file__", None),
-        "shadows": shadowing_file(name),
+        "shadows": shadowing_file(name, distribution),
     }
 
 
@@ -54,8 +54,11 @@ def where(error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def shadowing_file(name: str) -> str | None:
-    """The file that is imported in place of the installed package of that name; None where it is the installed one."""
+def shadowing_file(name: str, distribution: str) -> str | None:
+    """The file that is imported in place of the installed package of that name; None where it is the installed one.
+
+    A folder on PYTHONPATH that an installer filled is meant to come first.
+    """
     top = name.partition(".")[0]
     if top == "model_check":
         return None  # the doctor's own, wherever it lies
@@ -64,13 +67,25 @@ def shadowing_file(name: str) -> str | None:
     found = PathFinder.find_spec(top)
     if installed is None or found is None or not installed.origin or not found.origin:
         return None
-    return None if Path(installed.origin).samefile(found.origin) else found.origin
+    if Path(installed.origin).samefile(found.origin) or was_installed(Path(found.origin), distribution):
+        return None
+    return found.origin
+
+
+def was_installed(file: Path, distribution: str) -> bool:
+    folder = file.parents[1] if file.name == "__init__.py" else file.parent
+    names = (info.name.partition("-")[0] for info in folder.glob("*.dist-info"))
+    return any(plain(name) == plain(distribution) for name in names)
+
+
+def plain(name: str) -> str:
+    return name.lower().replace("-", "_").replace(".", "_")
 
 
 if __name__ == "__main__":
     # A module that prints while it is imported must not be taken for the answer.
     answer_to = os.dup(1)
     os.dup2(2, 1)
-    line = json.dumps(import_one(sys.argv[1])) + "\n"
+    line = json.dumps(import_one(*sys.argv[1:])) + "\n"
     os.write(answer_to, line.encode())
     os._exit(0)  # exit handlers of half-imported packages are not our subject
