@@ -29,6 +29,7 @@ DATA_BOUND_SHARE = 0.5
 DATA_BOUND_STEPS = 10
 OVERSUBSCRIBED = 3.0
 SATURATED = 0.8
+OWN_SHARE = 1 / 3  # of the cores: a job that takes less, with many threads that sleep, is slowed down by others
 # Every rank has about this many threads that sleep: of gloo, of autograd, of the allocator and ours.
 IDLE_THREADS = 14
 LEAK_SAMPLES = 8
@@ -199,7 +200,7 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
     # Threads alone harm nobody: there must be no processor left for them, whoever uses it.
     used = sum(_recent_cpu(r) for r in live)
     busy = max(used, _machine_cpu(evidence))
-    if busy < SATURATED * cores:
+    if busy < SATURATED * cores or used < OWN_SHARE * cores:
         return None
     return make_finding(
         "MC704",

@@ -75,6 +75,13 @@ def test_threads_that_get_no_processor_because_others_use_them_too(stage):
     assert finding.code == "MC704" and "1.9 of 2 cores are busy, 0.8 of them" in finding.evidence[1]
 
 
+def test_threads_that_sleep_while_others_use_the_cores_are_not_blamed(stage):
+    oversubscribe(stage, 30, 0.1)
+    for second in range(5):
+        stage.say("sample", stage.latest + second, machine_cpu_s=100.0 + 1.9 * second, ranks={})
+    assert stage.findings(after=0.1) == []
+
+
 def grow(stage, *, per_second, **ring):
     a, b = stage.ranks(2, **ring)
     stage.train(3)
