@@ -100,15 +100,23 @@ def _candidates(directory: Path, lineage: Path | None) -> tuple[list[tuple[Path,
             unfinished = CheckpointError(
                 f"{path} was never finished", remedy="nothing: it is removed when its run is gone", code="MC603"
             )
-            dated.append((path.stat().st_mtime, path, unfinished))
+            dated += [(changed, path, unfinished) for changed in _changed_at(path)]
         for path in layout.committed(folder):
             try:
                 dated.append((Manifest.read(path).saved_at, path, None))
             except CheckpointError as error:
-                dated.append((path.stat().st_mtime, path, error))
+                dated += [(changed, path, error) for changed in _changed_at(path)]
     found = [(path.resolve(), fault) for _, path, fault in sorted(dated, key=lambda entry: entry[0], reverse=True)]
     began_from = layout.origin(lineage) if lineage is not None else None
     return ([*found, (began_from, None)] if began_from is not None else found), began_from
+
+
+def _changed_at(path: Path) -> list[float]:
+    """When a folder was last changed; nothing where it is gone, since another run commits and tidies up meanwhile."""
+    try:
+        return [path.stat().st_mtime]
+    except FileNotFoundError:
+        return []
 
 
 def verify_together(path: Path, peers: Peers) -> Checkpoint:

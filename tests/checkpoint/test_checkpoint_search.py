@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,27 @@ def test_a_branch_whose_beginning_is_gone_does_not_start_over(lineage: Lineage) 
     with pytest.raises(CheckpointError, match=r"nor what it began from \(passed over step_00000001") as caught:
         newest(lineage.folder.parent, lineage=branch.folder)
     assert caught.value.code == "MC603" and str(older.resolve()) in str(caught.value.remedy)
+
+
+def test_a_save_that_another_run_commits_meanwhile_does_not_stop_the_search(lineage: Lineage) -> None:
+    lineage.save(1)
+    staging, elsewhere = lineage.folder / ".staging-step_00000002@host.1", lineage.folder / ".elsewhere"
+    staging.mkdir()
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            staging.rename(elsewhere)
+            elsewhere.rename(staging)
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        steps = {found.checkpoint and found.checkpoint.step for found in (newest(lineage.folder) for _ in range(600))}
+    finally:
+        done.set()
+        other.join()
+    assert steps == {1}
 
 
 def test_a_checkpoint_of_another_directory_starts_a_lineage_here(lineage: Lineage, tmp_path: Path) -> None:
