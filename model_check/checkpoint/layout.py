@@ -117,16 +117,18 @@ def claim(lineage: Path) -> IO[str] | None:
 
 def remember_origin(lineage: Path, checkpoint: Path) -> None:
     """A branch that has saved nothing yet still knows what it goes on from."""
-    (lineage / CONTINUES).write_text(os.path.relpath(checkpoint, lineage) + "\n", encoding="utf-8")
+    # Of the real folder: `..` behind a link leads to the parent of what it points to.
+    path = os.path.relpath(checkpoint.resolve(), lineage.resolve())
+    (lineage / CONTINUES).write_bytes(os.fsencode(path) + b"\n")
 
 
 def origin(lineage: Path) -> Path | None:
-    """The checkpoint that this lineage began from, where it did not begin afresh and that still exists."""
+    """The checkpoint that this lineage began from, there or not; None where it began afresh."""
     try:
-        path = lineage / (lineage / CONTINUES).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        path = os.fsdecode((lineage / CONTINUES).read_bytes().rstrip(b"\n\0"))  # zeros: a power cut
+    except FileNotFoundError:
         return None
-    return path.resolve() if (path / MANIFEST).exists() else None
+    return (lineage.resolve() / path).resolve()
 
 
 def commit(staging: Path, target: Path) -> None:

@@ -10,6 +10,7 @@ poll()        brings the outcome back to the training thread: a save that failed
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import threading
@@ -277,8 +278,9 @@ class Saver:
                     manifest = Manifest.read(path)
                 except CheckpointError:
                     continue  # damaged: it cannot be the best, and the search for a checkpoint names it
-                if manifest.extra.get("val_loss") is not None:
-                    losses[manifest.step] = float(manifest.extra["val_loss"])
+                loss = manifest.extra.get("val_loss")
+                if isinstance(loss, (int, float)) and math.isfinite(loss):  # NaN is not less than any other
+                    losses[manifest.step] = float(loss)
         layout.retain(
             self.lineage, last=self._retention.last, every=self._retention.every, best=layout.best_step(losses)
         )

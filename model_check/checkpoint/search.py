@@ -27,12 +27,14 @@ class Found:
 def newest(directory: Path, peers: Peers, misfit: Misfit, *, lineage: Path | None = None) -> Found:
     """The newest checkpoint in the directory (or in one lineage of it, or what that began from) that verifies and fits.
 
-    Where there are whole checkpoints and none of them fits the model, it raises rather than starting over unasked.
+    Where there are whole checkpoints and none of them fits the model, or a branch has lost what it began from, it
+    raises rather than starting over unasked.
     """
     notes: list[str] = []
     first_misfit: CheckpointError | None = None
     chosen: Checkpoint | None = None
-    for path, fault in peers.from_first(_candidates(directory, lineage) if peers.is_first else None):
+    candidates, began_from = peers.from_first(_candidates(directory, lineage) if peers.is_first else None)
+    for path, fault in candidates:
         try:
             if fault is not None:
                 raise fault
@@ -46,6 +48,12 @@ def newest(directory: Path, peers: Peers, misfit: Misfit, *, lineage: Path | Non
             notes.append(f"passed over {path.name}: {error}")
     if chosen is None and first_misfit is not None:
         raise first_misfit
+    if chosen is None and began_from is not None:
+        raise CheckpointError(
+            f"nothing in {lineage} can be continued, nor what it began from ({'; '.join(notes)})",
+            remedy=f"name another checkpoint than {began_from} with --resume",
+            code="MC603",
+        )
     if chosen is None:
         notes.append(f"no checkpoint in {lineage or directory}: starting fresh")
         return Found(notes=notes)
@@ -84,23 +92,31 @@ def _to_continue(checkpoint: Checkpoint | None, directory: Path) -> Path | None:
     return lineage if is_newest and lineage.parent == directory.resolve() else None
 
 
-def _candidates(directory: Path, lineage: Path | None) -> list[tuple[Path, CheckpointError | None]]:
-    """Newest first, with the fault of those that need no reading to be ruled out."""
+def _candidates(directory: Path, lineage: Path | None) -> tuple[list[tuple[Path, CheckpointError | None]], Path | None]:
+    """Newest first, with the fault of those that need no reading to be ruled out; and what the lineage began from."""
     dated: list[tuple[float, Path, CheckpointError | None]] = []
     for folder in [lineage] if lineage is not None else layout.lineages(directory):
         for path in layout.unfinished(folder):
             unfinished = CheckpointError(
                 f"{path} was never finished", remedy="nothing: it is removed when its run is gone", code="MC603"
             )
-            dated.append((path.stat().st_mtime, path, unfinished))
+            dated += [(changed, path, unfinished) for changed in _changed_at(path)]
         for path in layout.committed(folder):
             try:
                 dated.append((Manifest.read(path).saved_at, path, None))
             except CheckpointError as error:
-                dated.append((path.stat().st_mtime, path, error))
+                dated += [(changed, path, error) for changed in _changed_at(path)]
     found = [(path.resolve(), fault) for _, path, fault in sorted(dated, key=lambda entry: entry[0], reverse=True)]
     began_from = layout.origin(lineage) if lineage is not None else None
-    return [*found, (began_from, None)] if began_from is not None else found
+    return ([*found, (began_from, None)] if began_from is not None else found), began_from
+
+
+def _changed_at(path: Path) -> list[float]:
+    """When a folder was last changed; nothing where it is gone, since another run commits and tidies up meanwhile."""
+    try:
+        return [path.stat().st_mtime]
+    except FileNotFoundError:
+        return []
 
 
 def verify_together(path: Path, peers: Peers) -> Checkpoint:

@@ -51,7 +51,7 @@ def progress_of(manifest: Manifest) -> Progress:
         found = Progress(int(extra["step"]), int(extra["tokens"]), cursor, scale, dict(extra.get("data") or {}))
         if min(found.step, found.tokens, cursor.epoch, cursor.position, scale["scale"], scale["good_steps"]) < 0:
             raise ValueError("a number below 0")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} does not say where training stood "
             f"({type(error).__name__}: {error})",

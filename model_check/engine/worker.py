@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from model_check.checkpoint import salvage, search
+from model_check.checkpoint import layout, salvage, search
 from model_check.checkpoint.manifest import MANIFEST, Manifest
 from model_check.checkpoint.peers import Peers
 from model_check.checkpoint.weight_files import open_weights
@@ -299,12 +299,15 @@ def _goes_back(
     saving.settle()
     peers = Peers()
     shapes = _whole_shapes(session, peers)
-    found = search.newest(
-        Path(session.config.checkpoint.dir),
-        peers,
-        lambda manifest: resume.misfit(manifest, shapes),
-        lineage=saving.folder,
-    )
+    try:
+        found = search.newest(
+            Path(session.config.checkpoint.dir),
+            peers,
+            lambda manifest: resume.misfit(manifest, shapes),
+            lineage=saving.folder,
+        )
+    except CheckpointError as nowhere:
+        raise outcome.error from nowhere
     if found.checkpoint is None:
         raise outcome.error
     notes = session.restore(found.checkpoint)
@@ -362,7 +365,8 @@ def continue_from(
 
 
 def _is_plain_folder(path: Path) -> bool:
-    return is_weights_folder(path) and not (path / MANIFEST).exists()
+    """Weights and nothing to continue: an export that lies beside checkpoints must not stand in for them."""
+    return is_weights_folder(path) and not (path / MANIFEST).exists() and not layout.lineages(path)
 
 
 def _start_from_weights(path: Path, session: Session, shapes: dict[str, tuple[int, ...]]) -> list[str]:

@@ -124,7 +124,7 @@ class RankAgent(SimpleElasticAgent):
         self._journal.write("stop_requested", signal=name)
         again = "; Ctrl-C again ends them now" if self._stop.number == signal.SIGINT else ""
         self._console.say(f"{name}: the ranks have {self._graces.stop_s:g} s to save and stop{again}")
-        ranks.end(self._graces.stop_s, hurry=lambda: self._stop.urgent)
+        ranks.end(self._graces.stop_s, hurry=lambda: self._stop.urgent, lost_s=self._graces.lost_s)
         raise JobStopped
 
     def _end_on_failure(self, ranks: RankGroup, worker_group: WorkerGroup) -> RunResult:

@@ -56,6 +56,11 @@ class RankExit:
         return self.code not in (0, EXIT_STOPPED_AND_SAVED)
 
     @property
+    def failed_by_itself(self) -> bool:
+        """It failed, and not because it was asked to stop."""
+        return self.failed and self.exit_code != 128 + signal.SIGTERM
+
+    @property
     def exit_code(self) -> int:
         """As a shell reports it: the code, or 128 + the signal."""
         return self.code if self.code is not None else 128 + (self.signal or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -68,12 +69,17 @@ class RankGroup:
         """Ends every running rank with all its descendants, now."""
         self._send(signal.SIGKILL, tree=True)
 
-    def end(self, grace_s: float, hurry: Callable[[], bool] | None = None) -> None:
-        """SIGTERM, the grace, SIGKILL; returns when all are gone. `hurry` true cuts the grace short."""
+    def end(self, grace_s: float, hurry: Callable[[], bool] | None = None, lost_s: float = math.inf) -> None:
+        """SIGTERM, the grace, SIGKILL; returns when all are gone.
+
+        `hurry` true cuts the grace short; a rank that fails meanwhile leaves the others `lost_s` of it at most.
+        """
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while self.running and time.monotonic() < deadline and not (hurry and hurry()):
             self.wait(_STOP_POLL_S)
+            lost_at = min((exit.at_monotonic for exit in self.exits if exit.failed_by_itself), default=math.inf)
+            deadline = min(deadline, lost_at + lost_s)
         if self.running:
             self.kill()
         while self.running:

@@ -41,9 +41,13 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Graces:
-    """Seconds between SIGTERM and SIGKILL: after a request to stop (ranks may save), and after a rank's failure."""
+    """Seconds between SIGTERM and SIGKILL: after a request to stop (ranks may save), and after a rank's failure.
+
+    lost_s: what is left of `stop_s` at most once a rank fails while it lasts: the others can only wait for it.
+    """
 
     stop_s: float = 10.0
+    lost_s: float = 10.0
     failure_s: float = 1.0
 
 

@@ -57,6 +57,14 @@ def test_retention_keeps_the_last_every_kth_and_the_best(tmp_path: Path) -> None
     assert list(lineage.folder.glob(".*")) == []
 
 
+@pytest.mark.parametrize("no_loss", [float("nan"), "low"], ids=["NaN", "text"])
+def test_what_is_no_loss_is_not_the_best_one(tmp_path: Path, no_loss: object) -> None:
+    lineage = Lineage(tmp_path, retention=Retention(last=1, every=0, best=True))
+    for step, loss in ((1, no_loss), (2, 1.5), (3, 2.0)):
+        assert lineage.save(step, val_loss=loss).error is None
+    assert names(lineage.folder) == ["step_00000002", "step_00000003"]
+
+
 def test_two_fresh_runs_never_share_a_folder(tmp_path: Path) -> None:
     first, second = Lineage(tmp_path, "run"), Lineage(tmp_path, "run")
     assert (first.folder.name, second.folder.name) == ("run", "run-2")

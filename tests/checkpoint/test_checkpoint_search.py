@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,6 +112,52 @@ def test_a_branch_that_has_saved_nothing_goes_on_from_where_it_began(lineage: Li
     assert found.checkpoint is not None and found.checkpoint.step == 5
     fresh = Lineage(directory, "fresh")
     assert newest(directory, lineage=fresh.folder).checkpoint is None
+
+
+@pytest.mark.parametrize("name", ["run", os.fsdecode(b"run-\xff ")], ids=["plain", "no text"])
+def test_a_branch_in_a_linked_directory_finds_what_it_began_from(tmp_path: Path, name: str) -> None:
+    real = tmp_path / "disks/7/scratch/team/checkpoints"
+    real.mkdir(parents=True)
+    linked = tmp_path / "linked"
+    linked.symlink_to(real)
+    older = Lineage(linked, name).save(1).path.resolve()
+    branch = Lineage(linked, "branch", origin=older)
+    for folder in (branch.folder, branch.folder.resolve()):
+        found = newest(linked, lineage=folder)
+        assert found.checkpoint is not None and found.checkpoint.path == older
+    moved = real.rename(tmp_path / "moved")
+    found = newest(moved, lineage=moved / "branch")
+    assert found.checkpoint is not None and found.checkpoint.path == moved / name / older.name
+
+
+def test_a_branch_whose_beginning_is_gone_does_not_start_over(lineage: Lineage) -> None:
+    older = lineage.save(1).path
+    branch = Lineage(lineage.folder.parent, "branch", origin=older)
+    shutil.rmtree(older)
+    with pytest.raises(CheckpointError, match=r"nor what it began from \(passed over step_00000001") as caught:
+        newest(lineage.folder.parent, lineage=branch.folder)
+    assert caught.value.code == "MC603" and str(older.resolve()) in str(caught.value.remedy)
+
+
+def test_a_save_that_another_run_commits_meanwhile_does_not_stop_the_search(lineage: Lineage) -> None:
+    lineage.save(1)
+    staging, elsewhere = lineage.folder / ".staging-step_00000002@host.1", lineage.folder / ".elsewhere"
+    staging.mkdir()
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            staging.rename(elsewhere)
+            elsewhere.rename(staging)
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        steps = {found.checkpoint and found.checkpoint.step for found in (newest(lineage.folder) for _ in range(600))}
+    finally:
+        done.set()
+        other.join()
+    assert steps == {1}
 
 
 def test_a_checkpoint_of_another_directory_starts_a_lineage_here(lineage: Lineage, tmp_path: Path) -> None:

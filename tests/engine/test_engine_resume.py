@@ -159,6 +159,7 @@ def test_moments_that_are_not_in_the_checkpoint_are_not_made_up() -> None:
     [
         {},
         {"step": -7},
+        {"step": float("inf")},
         {"tokens": "many"},
         {"cursor": {"epoch": 0}},
         {"cursor": {"epoch": 0, "position": -1}},
@@ -202,6 +203,15 @@ def test_a_folder_of_plain_weights_starts_a_run_at_step_0() -> None:
     _, notes = continue_from("folder", it, Peers())
     assert notes == ["weights from folder (3 tensors): optimizer, data and step count start fresh"]
     assert it.first_step == 0 and bool((it.bare_model.get_parameter("head.weight") == 0.25).all())
+
+
+def test_an_export_that_lies_beside_checkpoints_does_not_stand_in_for_them() -> None:
+    train(session(), until=5, save=True)
+    save_file(dict(Dicey().state_dict()), ".checkpoints/run/model.safetensors")
+    for folder in (".checkpoints", ".checkpoints/run"):
+        it = session()
+        continue_from(folder, it, Peers())
+        assert it.first_step == 5
 
 
 def test_a_run_whose_last_save_failed_ends_with_that_word() -> None:

@@ -106,6 +106,13 @@ def ignores_sigterm(context: RankContext, payload: Any) -> None:
     time.sleep(60)
 
 
+def one_fails_on_sigterm(context: RankContext, payload: Any) -> None:
+    """Rank 1 fails instead of saving; rank 0 waits for it, as in a collective that nothing interrupts."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if context.rank == 0 else lambda *_: sys.exit(3))
+    _mark(context, f"ready-{context.rank}")
+    time.sleep(60)
+
+
 def has_children(context: RankContext, payload: Any) -> None:
     """A forked child (as a loader worker is) and a spawned program; their pids go to a file."""
     import subprocess

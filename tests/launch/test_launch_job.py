@@ -110,6 +110,15 @@ def test_the_grace_ends_with_sigkill(start_job: StartJob) -> None:
     assert {e["signal"] for e in job.events if e["event"] == "rank_exited"} == {signal.SIGKILL}
 
 
+def test_a_rank_that_fails_during_the_grace_shortens_it_for_those_that_wait_for_it(start_job: StartJob) -> None:
+    job = start_job("one_fails_on_sigterm", graces={"stop_s": 600.0, "lost_s": 0.2})
+    job.wait_for("ready-0", "ready-1")
+    job.send(signal.SIGTERM)
+    assert job.wait() == 143
+    ends = {e["rank"]: (e["code"], e["signal"]) for e in job.events if e["event"] == "rank_exited"}
+    assert ends == {1: (3, None), 0: (None, signal.SIGKILL)}
+
+
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(start_job: StartJob) -> None:
     job = start_job("ignores_sigterm", graces={"stop_s": 60.0})
     job.wait_for("ready-0", "ready-1")
