@@ -195,7 +195,7 @@ class Saver:
         try:
             staged.settle()
             error, needed = self._write_and_commit(step, staged.parts, extra, target)
-        except (OSError, RuntimeError) as failure:
+        except Exception as failure:
             # A peer that died in the middle ends the job too; the outcome says that this save does not exist.
             error = CheckpointError(f"the save of step {step} was cut short ({failure})", code="MC608")
         finally:
@@ -207,11 +207,17 @@ class Saver:
     ) -> tuple[CheckpointError | None, int]:
         """Every rank comes out of here with the same answer."""
         staging = layout.staging_folder(self.lineage, step, self._owner)
-        fault = self._attempt(lambda: self._make_staging(staging)) if self._peers.is_first else None
-        mine = (fault, sum(part.nbytes for part in parts), free_bytes(self.lineage))
-        everybody = self._peers.gather(mine)
+        room: list[int] = []
+
+        def look_around() -> None:
+            if self._peers.is_first:
+                self._make_staging(staging)
+            room.append(free_bytes(self.lineage))
+
+        fault = self._attempt(look_around)
+        everybody = self._peers.gather((fault, sum(part.nbytes for part in parts), sum(room)))
         needed = sum(share for _, share, _ in everybody)
-        free = min(room for _, _, room in everybody)
+        free = min(space for _, _, space in everybody)
         fault = next((fault for fault, _, _ in everybody if fault is not None), None)
         if fault is None and needed + _ROOM_BESIDES_TENSORS > free:
             fault = (errno.ENOSPC, "not enough room")
@@ -245,7 +251,7 @@ class Saver:
             work()
         except OSError as error:
             return error.errno or 0, error.strerror or str(error)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             return 0, f"{type(error).__name__}: {error}"
         return None
 

@@ -6,6 +6,7 @@ A rank whose error only says that a peer is gone is a victim, whatever its exit 
 from __future__ import annotations
 
 import math
+import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,10 @@ _TIDY_END = (
     "end the script with dist.destroy_process_group(): threads of the backend that still run may abort the exit",
     "the work of the script is done; what it wrote before its end is whole",
 )
+_OWN_TYPES = frozenset(
+    {"UsageError", "ConfigError", "DataError", "HubUnavailable", "CacheDamaged", "ModelError", "CheckpointError"}
+)
+_OWN_SENTENCE = re.compile(r"\[MC\d{3}\] (.+)", re.DOTALL)
 _UNFLUSHED = 120  # the interpreter's own word: what was printed last could not be written
 _NOBODY = "observed: the launcher did not send it, and no memory kill is on record; the sender is not known"
 
@@ -220,13 +225,17 @@ def _exception_finding(
         gone = "inferred: a worker that goes without a word was killed (SIGKILL, often for memory) or called exit"
         extra.append(killed if "signal: Killed" in message else gone)
     title = about.replace("{who}", who) if about else f"{who} raised {quoted(exception, 160)}"
+    observed = f"observed: {who} raised {quoted(exception, 400)}{place}"
+    if (words := _own_words(exception)) and (frame is None or not frame.is_user_code):
+        # Our own sentence about somebody's files or settings: no line of ours is at fault.
+        title, frame, observed = shorten(words, 200, placeholder=" …"), None, f"observed: {who} stopped: {words}"
     return make_finding(
         code,
         title,
         ranks=ranks,
         victims=victims,
         frame=frame,
-        evidence=[f"observed: {who} raised {quoted(exception, 400)}{place}", *led_to_it(exception), *extra, *facts],
+        evidence=[observed, *led_to_it(exception), *extra, *facts],
         fix=fix,
         certainty="proven",
         step=root.rank.step,
@@ -234,6 +243,12 @@ def _exception_finding(
         began=root.began,
         now=evidence.now,
     )
+
+
+def _own_words(exception: Mapping[str, Any]) -> str:
+    """The sentence of an error that is ours and has a code; empty for all others."""
+    found = _OWN_SENTENCE.match(str(exception.get("message", "")).strip())
+    return " ".join(found[1].split()) if found and exception.get("type") in _OWN_TYPES else ""
 
 
 def _file_being_read(rank: RankEvidence, before: float) -> str:

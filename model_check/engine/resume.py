@@ -25,7 +25,7 @@ from model_check.errors import CheckpointError
 from model_check.models import own_name
 from model_check.models.distribute import fill
 
-_MOST_NAMES = 6
+_MOST_NAMES = 3
 # What else to do about weights that do not fit, by where they were asked for.
 _RESUMED = "give model.* the values it was saved with, name another checkpoint, or start without --resume"
 PRETRAINED = "give model.* the values it was saved with, set model.model_path to another file, or model.init to random"

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from model_check.rundir import RunDir, read_json, read_jsonl
@@ -37,6 +38,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _LOG_TAIL_BYTES = 1 << 16
+_LONGEST = 200  # of a message on the launcher's own line; the log and the verdict have the whole of it
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def describe(exit: RankExit, error: Mapping[str, Any] | None, label: str) -> str
         name, message = str(error.get("type") or "error"), str(error.get("message", ""))
         if is_lost_peer(message) and error.get("root_type"):
             name, message = str(error["root_type"]), str(error.get("root_message", ""))
-        message = message.strip().split("\n")[0]
+        message = shorten(message.strip().split("\n")[0], _LONGEST, placeholder=" …")
         return f"{who} failed with {name}: {message}" if message else f"{who} failed with {name}"
     if exit.signal is not None:
         return f"{who} was killed by {signal_name(exit.signal)}"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
+
+import model_check
 
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:31722"
 FAULT_TEXT = """Fatal Python error: Segmentation fault
@@ -437,3 +440,22 @@ def test_an_abort_over_a_message_of_another_size_is_a_wrong_size(stage):
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks) == ("MC202", [1]) and stage.line(finding) == 52
     assert finding.title == "rank 1 received 16 bytes in recv from rank 0 where it expected 8, and aborted"
+
+
+def test_our_own_sentence_about_a_users_files_names_no_line_of_ours(stage):
+    a, b = stage.ranks(2)
+    ours = str(Path(model_check.__file__).parent / "checkpoint" / "search.py")
+    frame = {"file": ours, "line": 42, "function": "newest", "text": ""}
+    for actor in (a, b):
+        actor.event(
+            "exception",
+            type="CheckpointError",
+            message="[MC607] the checkpoint of step 1 is of another model; name another one",
+            frames=[frame],
+            user_frame=None,
+            thread="MainThread",
+        )
+        actor.exits(1)
+    finding = stage.first()
+    assert (finding.code, finding.ranks, finding.location) == ("MC607", [0, 1], None)
+    assert finding.title == "the checkpoint of step 1 is of another model; name another one"
