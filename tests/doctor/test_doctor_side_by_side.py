@@ -83,3 +83,12 @@ def test_cores_that_a_container_sees_but_is_not_granted(tmp_path: Path, files: d
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
     assert granted_cores(64, [tmp_path, tmp_path / "gone"]) == granted
+
+
+def test_a_kernel_that_gives_no_files_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    answer = call(["sh", "-c", "echo done"], limit_s=30, environ=os.environ)
+    assert (answer.problem, answer.output) == ("", "done\n")

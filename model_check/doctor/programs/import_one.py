@@ -55,7 +55,10 @@ def where(error: BaseException) -> str:
 
 
 def shadowing_file(name: str) -> str | None:
-    """The file that is imported in place of the installed package of that name; None where it is the installed one."""
+    """The file that is imported in place of the installed package of that name; None where it is the installed one.
+
+    A folder that holds the papers of packages (a user's own site-packages, an overlay of a container) was installed.
+    """
     top = name.partition(".")[0]
     if top == "model_check":
         return None  # the doctor's own, wherever it lies
@@ -63,6 +66,9 @@ def shadowing_file(name: str) -> str | None:
     installed = PathFinder.find_spec(top, [paths["purelib"], paths["platlib"]])
     found = PathFinder.find_spec(top)
     if installed is None or found is None or not installed.origin or not found.origin:
+        return None
+    root = Path(found.origin).parents[1 if found.submodule_search_locations is not None else 0]
+    if found.origin == installed.origin or any(root.glob("*.dist-info")) or not Path(found.origin).exists():
         return None
     return None if Path(installed.origin).samefile(found.origin) else found.origin
 
