@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from model_check.observe.gate import Gate, GatePlan
-from model_check.observe.instrument.gating import GATE, patch_inductor
+from model_check.observe.instrument.gating import GATE, patch_inductor, through_the_gate
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +49,29 @@ def test_ranks_on_one_device_wait_for_each_other_and_those_on_others_do_not() ->
 def test_without_a_cache_nobody_waits(setting: dict[str, bool]) -> None:
     assert held_while_compiling("cpu", **setting) == set()
     assert len(held_while_compiling("cpu")) == 1
+
+
+class Interrupted(TimeoutError):
+    """What a handler of the script raises."""
+
+
+def test_a_wait_that_is_interrupted_leaves_nothing_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = GatePlan(tmp_path / "slots", 1, patience_s=60.0, lines=tmp_path / "lines.log")
+    monkeypatch.setattr(GATE, "gate", Gate(plan, 0))
+    peer = Gate(plan, 1)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with peer.passing(), pytest.raises(Interrupted):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with through_the_gate("torch.compile", "a graph"):
+                pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not GATE.graphs["a graph"].held
+    with through_the_gate("torch.compile", "a graph"):
+        assert GATE.gate is not None and GATE.gate.held and GATE.graphs["a graph"].held

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -57,15 +57,14 @@ def through_the_gate(what: str, graph: str = "") -> Iterator[None]:
     gates = [GATE.graphs[graph], gate] if graph else [gate]
     recorder = BOX.recorder
     span = BOX.begin(recorder, _AT_THE_GATE, what) if recorder is not None else 0
-    for entered in gates:
-        entered.enter()
-    if recorder is not None:
-        BOX.end(recorder, _AT_THE_GATE, span)
-    try:
+    with ExitStack() as entered:
+        try:
+            for each in gates:
+                entered.enter_context(each.passing())
+        finally:
+            if recorder is not None:
+                BOX.end(recorder, _AT_THE_GATE, span)
         yield
-    finally:
-        for entered in reversed(gates):
-            entered.leave()
 
 
 def patch_inductor(module: ModuleType) -> None:
