@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import traceback
+from pathlib import Path
 from types import TracebackType
 
 from model_check.errors import LaunchError
@@ -19,16 +21,33 @@ def broken_package(error: BaseException) -> LaunchError | None:
     if missing and "." not in missing and missing != _OURS:
         return LaunchError(f"the package {missing} is not installed", remedy="bash run.sh installs what is needed")
     name = _first_foreign_module(error.__traceback__)
+    if name is None and isinstance(error, SyntaxError):
+        name = _module_unread(error)  # what cannot be read has not begun to run
     if name is None and isinstance(error, ImportError):
         name = _top(error.name or "")  # a library in machine code has no frame of its own
     if not name or name == _OURS:
         return None
-    frame = traceback.extract_tb(error.__traceback__)[-1]
     said = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
     remedy = f"move that file away if it is not the real {name}, else pip install --force-reinstall {_brought_by(name)}"
-    return LaunchError(
-        f"the package {name} cannot be imported: {said} ({frame.filename}:{frame.lineno})", remedy=remedy
-    )
+    return LaunchError(f"the package {name} cannot be imported: {said} ({_place(error)})", remedy=remedy)
+
+
+def _place(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _module_unread(error: SyntaxError) -> str | None:
+    """The top package of a file that an import could not read; None where something else than an import read it."""
+    reader = traceback.extract_tb(error.__traceback__)[-1]  # the import machinery takes its own frames away
+    if not error.filename or not (reader.line or "").startswith(("import ", "from ", "return _bootstrap._gcd_import")):
+        return None
+    file = Path(error.filename)
+    roots = [root for folder in sys.path if file.is_relative_to(root := Path(folder).absolute())]
+    nearest = max(roots, key=lambda root: len(root.parts), default=None)
+    return file.relative_to(nearest).parts[0].removesuffix(".py") if nearest is not None else None
 
 
 def _first_foreign_module(trace: TracebackType | None) -> str | None:

@@ -84,14 +84,19 @@ def _groups_in_another_order(
         members = {rank: crumb.detail for rank, crumb in calls.items()}
         if len(set(members.values())) > 1:
             stuck = [rank for rank in waits if rank in calls and waits[rank].kind == "init"]
-            stuck += [rank for rank in bereft if rank in calls and _never_got_past(evidence.of(rank), calls[rank])]
+            stuck += [rank for rank in bereft if rank in calls and _stuck_apart(evidence.of(rank), made)]
             known = [*waiting_text(waits, sorted(waits)), *facts]
             return _another_order(evidence, number, calls, members, known, is_proven=bool(stuck))
     return None
 
 
-def _never_got_past(rank: RankEvidence, made: Crumb) -> bool:
-    return not any(crumb.seq > made.seq and is_issue(crumb) for crumb in rank.crumbs)
+def _stuck_apart(rank: RankEvidence, made: Mapping[int, list[Crumb]]) -> bool:
+    """Whether the rank never got past its last group, and others made a different one under that number."""
+    number = len(made[rank.rank]) - 1
+    last = made[rank.rank][number]
+    if any(crumb.seq > last.seq and is_issue(crumb) for crumb in rank.crumbs):
+        return False
+    return any(groups[number].detail != last.detail for groups in made.values() if len(groups) > number)
 
 
 def _made_by_all(rank: RankEvidence) -> list[Crumb]:

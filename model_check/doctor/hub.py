@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.utils
+import http.client
 import json
 import re
 import threading
@@ -29,13 +30,15 @@ _LOCAL = "data.dataset=synthetic or local files, data.tokenizer=builtin and mode
 class Reply:
     """What came back: a status (None: nothing came), the server's time, and who the token belongs to.
 
-    `understood` is false where the answer is none that a hub gives: the login page of a network, say.
+    `understood` is false where the answer is none that a hub gives: the login page of a network, say. `trouble`: why a
+    request came to nothing at once, in the words of Python.
     """
 
     status: int | None
     at: float | None = None
     user: str | None = None
     understood: bool = True
+    trouble: str = ""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -67,6 +70,10 @@ def check_hub(settings: Settings) -> Iterator[Check]:
         yield failed("hub token", "HF_TOKEN holds blanks or signs that no token has: copied with a line break?", _MAKE)
         return
     reply = _ask_who(endpoint, token, limits.answer_s)
+    if reply.trouble:
+        fix = f"HTTPS_PROXY, HF_ENDPOINT or SSL_CERT_FILE may name the wrong thing; {_LOCAL}"
+        yield warned("hub", f"{shown} accepts connections, but a request fails: {reply.trouble}", fix)
+        return
     if reply.status is None:
         yield warned("hub", f"{shown} accepts connections and sends nothing within {limits.answer_s:g} s", _LOCAL)
         return
@@ -125,7 +132,12 @@ def _request(endpoint: str, token: str | None, limit_s: float) -> Reply:
     except urllib.error.HTTPError as error:
         redirected = 300 <= error.code < 400
         return Reply(error.code, _date(error.headers.get("Date")), understood=not redirected)
-    except (OSError, ValueError):
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(reason, TimeoutError):
+            return Reply(None)
+        return Reply(None, trouble=redact_text(foreign_words(f"{type(reason).__name__}: {reason}")))
+    except ValueError:
         return Reply(None)
     try:
         user = json.loads(body).get("name")

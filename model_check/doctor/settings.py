@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from model_check.doctor.cores import usable_cores
 from model_check.observe.nvml import Gpu
 
 GIB = 2**30
@@ -86,7 +87,7 @@ class Settings:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     gpus: tuple[Gpu, ...] = ()
     cpu_ranks: int = 2
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    cores: int = field(default_factory=usable_cores)
     train: tuple[str, ...] = (sys.executable, "-m", "model_check.cli.main", "train")
     run: tuple[str, ...] = (sys.executable, "-m", "model_check.cli.main", "run")
     peak: Callable[[str], float | None] = no_peak

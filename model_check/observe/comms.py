@@ -168,12 +168,25 @@ class _OnStream:
         return float(self._begun.elapsed_time(self._ended)) / 1e3
 
 
-def _event_now() -> Any:
-    """None while a graph is captured: what is captured runs later."""
-    if torch.cuda.is_current_stream_capturing():
-        return None
+class _Begun(NamedTuple):
+    """Where the device's queue stood when a call was about to be issued."""
+
+    stream: Any
+    event: Any
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Begun | None:
+        """None while a graph is captured: what is captured runs later."""
+        with torch.cuda.device(device):  # the script may not have chosen its device
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            stream = torch.cuda.current_stream(device)
+            return cls(stream, _event_on(stream))
+
+
+def _event_on(stream: Any) -> Any:
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(stream)
     return event
 
 
@@ -182,7 +195,7 @@ class CommunicationProfiler:
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._lock = threading.Lock()
+        self._lock, self._collecting = threading.Lock(), threading.Lock()
         self._main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         self._on_device: deque[tuple[_Call, _Timing]] = deque()
         self._waited_for: dict[int, tuple[_Call, Any]] = {}
@@ -258,8 +271,9 @@ class CommunicationProfiler:
     # Seen at the dispatcher, right before and right after a call is handed to its backend.
 
     def _issuing(self, op: str, tensor: Any, group: Any) -> Callable[[Any], None]:
-        on_device = _is_cuda(tensor) and "nccl" in dist.get_backend_config(group)
-        begun = _event_now() if on_device else None
+        device = _cuda_device_of(tensor)
+        on_device = device is not None and "nccl" in dist.get_backend_config(group)
+        begun = _Begun.on(device) if device is not None and on_device else None
         start = time.perf_counter()
         return lambda result: self._issued(op, tensor, group, start, begun, on_device, result)
 
@@ -290,7 +304,7 @@ class CommunicationProfiler:
     def _issued_on_device(self, call: _Call, work: Any, begun: Any, group: Any, name: str) -> None:
         if work is None:
             # A call that the script waits for runs on the script's own stream and leaves no Work.
-            self._pending(call, _OnStream(begun, _event_now()) if begun is not None else None)
+            self._pending(call, _OnStream(begun.event, _event_on(begun.stream)) if begun is not None else None)
             return
         if name not in self._timed_groups:
             self._timed_groups.add(name)
@@ -310,14 +324,15 @@ class CommunicationProfiler:
             self._collect_from_device()
 
     def _collect_from_device(self) -> None:
-        while self._on_device and self._on_device[0][1].over:
-            call, timing = self._on_device.popleft()
-            seconds = timing.seconds
-            with self._lock:
-                for kind in (call.kind, self._all):
-                    kind.device_seconds += seconds
-                call.kind.timed_bytes += call.bytes
-                call.kind.bus_bytes += call.bus_bytes
+        with self._collecting:  # backward passes run on threads of their own
+            while self._on_device and self._on_device[0][1].over:
+                call, timing = self._on_device.popleft()
+                seconds = timing.seconds
+                with self._lock:
+                    for kind in (call.kind, self._all):
+                        kind.device_seconds += seconds
+                    call.kind.timed_bytes += call.bytes
+                    call.kind.bus_bytes += call.bus_bytes
 
     def _ended(self, call: _Call) -> None:
         interval = Interval(call.start, time.perf_counter(), call.cpu_start, time.clock_gettime(self._main_clock))
@@ -385,7 +400,7 @@ def _nbytes(tensor: Any) -> int:
     return tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
 
 
-def _is_cuda(tensor: Any) -> bool:
+def _cuda_device_of(tensor: Any) -> torch.device | None:
     if isinstance(tensor, (list, tuple)):
-        return bool(tensor) and _is_cuda(tensor[0])
-    return isinstance(tensor, torch.Tensor) and tensor.is_cuda
+        return _cuda_device_of(tensor[0]) if tensor else None
+    return tensor.device if isinstance(tensor, torch.Tensor) and tensor.is_cuda else None

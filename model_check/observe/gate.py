@@ -96,8 +96,14 @@ class Gate:
                 return
             try:
                 self._acquire()
-            except OSError as error:
-                self._line(f"not used, {self.plan.folder} cannot be locked ({error.strerror}); going on")
+            except BaseException as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    self._line(f"not used, {self.plan.folder} cannot be locked ({error.strerror}); going on")
+                    return
+                # A handler of the script's raised in the middle of the wait; its TimeoutError bears no number.
+                self._depth = 0
+                self.release()
+                raise
 
     def leave(self) -> None:
         with self._lock:

@@ -126,6 +126,15 @@ def test_whatever_a_package_raises_is_told_as_its_own(shell: Shell) -> None:
     assert done.err.startswith(f"model-check: error: the package psutil cannot be imported: {said} ({file}:2); ")
 
 
+def test_a_package_that_python_cannot_read_is_named(shell: Shell) -> None:
+    done, file = with_package(shell, "typer", "import os\nmatch = (\n")
+    said = "SyntaxError: '(' was never closed (__init__.py, line 2)"
+    assert done.code == 1 and done.out == ""
+    assert done.err.startswith(
+        f"model-check: error: the package typer cannot be imported: {said} ({file}:2); move that"
+    )
+
+
 def raised(error: Exception) -> Exception:
     try:
         raise error
@@ -135,6 +144,7 @@ def raised(error: Exception) -> Exception:
 
 def test_a_fault_of_our_own_is_nobody_elses() -> None:
     assert broken_package(raised(ValueError("step"))) is None
+    assert broken_package(raised(SyntaxError("invalid syntax", ("train.py", 1, 1, "def (")))) is None
     assert broken_package(raised(ImportError("cannot import name 'x'", name="model_check.cli"))) is None
     assert broken_package(raised(ModuleNotFoundError("No module named 'model_check'", name="model_check"))) is None
 

@@ -126,3 +126,16 @@ def test_a_rank_that_left_after_all_had_met_is_the_cause_whatever_the_order(stag
     a.exits(0)
     b.exits(1)
     assert "MC201" not in [finding.code for finding in stage.findings() if finding.severity == "error"]
+
+
+def test_groups_of_one_that_all_got_past_accuse_nobody(stage):
+    """Each rank makes one of its own, in no order, which waits for nobody; then one leaves before the common one."""
+    a, b = stage.ranks(2)
+    makes(a, "ranks 0", 14)
+    makes(b, "ranks 1", 14)
+    makes(b, "ranks 0,1", 16)
+    b.fails("DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed.", 16)
+    a.exits(0)
+    b.exits(1)
+    assert "MC201" not in [finding.code for finding in stage.findings() if finding.severity == "error"]
+    assert stage.first().ranks == [0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +162,25 @@ def test_somebody_else_in_the_place_of_the_hub(hub: Hub, says: tuple[int, bytes]
     assert list(checks) == ["hub"], "nothing is known about the token"
     assert checks["hub"].status == "warn"
     assert checks["hub"].detail.endswith(f" answers, but not as the hub does (HTTP {says[0]})")
+
+
+def test_something_that_speaks_no_http() -> None:
+    def greet() -> None:
+        for _ in range(2):  # the look at the port, then the request
+            peer, _ = server.accept()
+            with peer:
+                if peer.recv(4096):
+                    peer.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        greeter = threading.Thread(target=greet, daemon=True)
+        greeter.start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        limits = replace(Limits(), answer_s=30.0)
+        [check] = check_hub(Settings(limits=limits, environ={"HF_ENDPOINT": address}))
+        greeter.join()
+    said = "accepts connections, but a request fails: BadStatusLine: SSH-2.0-OpenSSH_9.6"
+    assert (check.status, check.detail) == ("warn", f"{address} {said}")
 
 
 def test_a_name_cannot_steer_the_terminal(hub: Hub) -> None:

@@ -63,6 +63,12 @@ def test_a_folder_of_the_user_that_hides_an_installed_package(package: MakePacka
     assert broken.fix.startswith(f"rename {hiding}, ")
 
 
+def test_a_package_installed_in_front_of_another_is_no_stray_file(package: MakePackage, tmp_path: Path) -> None:
+    environ = package("datasets", "names = []\n")
+    (tmp_path / "packages" / "datasets-9.9.dist-info").mkdir()
+    assert imported(Package("datasets", "datasets"), environ).status == "ok"
+
+
 def test_a_file_that_cannot_be_parsed_is_named(package: MakePackage) -> None:
     check = imported(Package("flash_attn", "flash-attn"), package("flash_attn", "\ndef broken(:\n"))
     assert check.status == "fail" and check.detail.endswith("/packages/flash_attn/__init__.py:2)")

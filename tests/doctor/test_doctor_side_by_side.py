@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from model_check.doctor.check import Check
+from model_check.doctor.cores import granted_cores
 from model_check.doctor.imports import Package, check_imports
 from model_check.doctor.probe import call, side_by_side
 from model_check.doctor.settings import Settings
@@ -64,3 +65,30 @@ def test_imports_are_the_same_on_many_cores() -> None:
         return {check.name: check.status for check in checks}
 
     assert found(16) == found(1) == {"import json": "ok", "import string": "ok", "import no_such_thing": "fail"}
+
+
+@pytest.mark.parametrize(
+    ("files", "granted"),
+    [
+        ({}, 64),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "12800000 100000"}, 64),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 64),
+        ({"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}, 4),
+    ],
+)
+def test_cores_that_a_container_sees_but_is_not_granted(tmp_path: Path, files: dict[str, str], granted: int) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    assert granted_cores(64, [tmp_path, tmp_path / "gone"]) == granted
+
+
+def test_a_kernel_that_gives_no_files_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    answer = call(["sh", "-c", "echo done"], limit_s=30, environ=os.environ)
+    assert (answer.problem, answer.output) == ("", "done\n")

@@ -270,10 +270,32 @@ class Unwatched(torch.autograd.Function):
         return grad * 2
 
 
-def test_a_kernel_that_torch_does_not_know_hides_nothing() -> None:
+def test_what_was_masked_is_not_blamed_for_what_came_from_elsewhere() -> None:
+    table = np.array([1.0, math.nan, 3.0, 4.0], dtype=np.float32)
+
+    def tail(hidden: torch.Tensor) -> torch.Tensor:
+        logs = torch.where(hidden > 0, (torch.relu(hidden) * 0).log(), torch.zeros_like(hidden))
+        masked = torch.where(torch.isinf(logs), torch.zeros_like(logs), logs)
+        return ((hidden + masked) * torch.from_numpy(table)).mean()  # nobody saw who wrote it
+
+    origin = find(Net(tail), torch.randn(3, 4))
+    assert origin is not None and origin.received
+    assert (origin.site.op, origin.site.location) == ("mul", line_of(__file__, "nobody saw who wrote it"))
+
+
+def as_it_is(spoilt: torch.Tensor) -> torch.Tensor:
+    return spoilt
+
+
+def normalised(spoilt: torch.Tensor) -> torch.Tensor:
+    return spoilt * spoilt.square().mean().rsqrt()  # the root is 0, a good number made of bad ones
+
+
+@pytest.mark.parametrize("between", [as_it_is, normalised])
+def test_a_kernel_that_torch_does_not_know_hides_nothing(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def tail(hidden: torch.Tensor) -> torch.Tensor:
         spoilt = (hidden.abs() + 1) * 1e30 * 1e30  # before the kernel
-        return Unwatched.apply(spoilt).mean()
+        return Unwatched.apply(between(spoilt)).mean()
 
     origin = find(Net(tail), torch.randn(3, 4))
     assert origin is not None and not origin.received

@@ -57,7 +57,7 @@ def where(error: BaseException) -> str:
 def shadowing_file(name: str, distribution: str) -> str | None:
     """The file that is imported in place of the installed package of that name; None where it is the installed one.
 
-    A folder on PYTHONPATH that an installer filled is meant to come first.
+    A folder with the package's papers (a user's own site-packages, an overlay) was filled by an installer.
     """
     top = name.partition(".")[0]
     if top == "model_check":
@@ -67,13 +67,13 @@ def shadowing_file(name: str, distribution: str) -> str | None:
     found = PathFinder.find_spec(top)
     if installed is None or found is None or not installed.origin or not found.origin:
         return None
-    if Path(installed.origin).samefile(found.origin) or was_installed(Path(found.origin), distribution):
+    root = Path(found.origin).parents[1 if found.submodule_search_locations is not None else 0]
+    if found.origin == installed.origin or not Path(found.origin).exists() or was_installed(root, distribution):
         return None
-    return found.origin
+    return None if Path(installed.origin).samefile(found.origin) else found.origin
 
 
-def was_installed(file: Path, distribution: str) -> bool:
-    folder = file.parents[1] if file.name == "__init__.py" else file.parent
+def was_installed(folder: Path, distribution: str) -> bool:
     names = (info.name.partition("-")[0] for info in folder.glob("*.dist-info"))
     return any(plain(name) == plain(distribution) for name in names)
 

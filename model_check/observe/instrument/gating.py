@@ -9,7 +9,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -57,15 +57,14 @@ def through_the_gate(what: str, graph: str = "") -> Iterator[None]:
     gates = [GATE.graphs[graph], gate] if graph else [gate]
     recorder = BOX.recorder
     span = BOX.begin(recorder, _AT_THE_GATE, what) if recorder is not None else 0
-    for entered in gates:
-        entered.enter()
-    if recorder is not None:
-        BOX.end(recorder, _AT_THE_GATE, span)
-    try:
+    with ExitStack() as entered:
+        try:
+            for each in gates:
+                entered.enter_context(each.passing())
+        finally:
+            if recorder is not None:
+                BOX.end(recorder, _AT_THE_GATE, span)
         yield
-    finally:
-        for entered in reversed(gates):
-            entered.leave()
 
 
 def patch_inductor(module: ModuleType) -> None:
@@ -73,13 +72,17 @@ def patch_inductor(module: ModuleType) -> None:
     or else compiled, that of a backward pass when it first runs. The first rank fills the cache, the next ones load.
     """
     module.compile_fx = _spanned(module.compile_fx)  # type: ignore[attr-defined]
-    module._compile_fx_inner = _gated(module._compile_fx_inner)  # type: ignore[attr-defined]
+    module._compile_fx_inner = _gated(module._compile_fx_inner, module.config)  # type: ignore[attr-defined]
 
 
-def _gated(compile_one: Callable[..., Any]) -> Callable[..., Any]:
+def _gated(compile_one: Callable[..., Any], config: Any) -> Callable[..., Any]:
     @functools.wraps(compile_one)
     def gated(*args: Any, **kwargs: Any) -> Any:
-        with through_the_gate("torch.compile", _name_of_graph(*args)):
+        if GATE.gate is None:
+            return compile_one(*args, **kwargs)
+        # Without a cache nothing would be left for those who wait.
+        cached = config.fx_graph_cache and not config.force_disable_caches
+        with through_the_gate("torch.compile", _name_of_graph(*args) if cached else ""):
             return compile_one(*args, **kwargs)
 
     return gated
@@ -101,9 +104,15 @@ def _spanned(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name_of_graph(graph: Any = None, inputs: Any = (), *_: Any) -> str:
-    """The same on all ranks that compile the same; empty where it cannot be told."""
+    """The same on all ranks that would find each other's work in the cache; empty where it cannot be told.
+
+    The cache knows devices by their numbers: ranks that see all GPUs share nothing, and must not wait for each other.
+    """
     code = getattr(graph, "code", None)
     if not isinstance(code, str):
         return ""
-    shapes = [(type(value).__name__, getattr(value, "shape", ""), getattr(value, "dtype", "")) for value in inputs]
-    return hashlib.sha256(f"{code}{shapes}".encode()).hexdigest()[:16]
+    facts = [
+        (type(value).__name__, *(str(getattr(value, fact, "")) for fact in ("shape", "dtype", "device")))
+        for value in inputs
+    ]
+    return hashlib.sha256(f"{code}{facts}".encode()).hexdigest()[:16]

@@ -111,7 +111,7 @@ class OriginFinder(TorchDispatchMode):
         self._origins: dict[int, Origin] = {}
         self._sums: set[int] = set()
         self._sites: dict[int, Site] = {}
-        self._first_made: Origin | None = None
+        self._first_made: Origin | None = None  # of those that nothing has masked since
 
     # What the caller tells
 
@@ -188,11 +188,21 @@ class OriginFinder(TorchDispatchMode):
         is_sum = name in _SUMS or (name in _KEEPS_A_SUM and any(_memory(t) in self._sums for t in _tensors(args)))
         bad = [t for t in outputs if checkable(t) and not is_finite(t)]
         origin = self._origin_of(func, name, args, kwargs, bad, outputs) if bad else None
+        if not bad and self._first_made is not None and self._masks(name, _tensors((args, kwargs)), outputs):
+            self._first_made = None
+        if self._first_made is None and origin is not None and not origin.received:
+            self._first_made = origin  # made now, or still spreading: infinity divided by, say, is 0 and also lives on
         if origin is not None and not origin.received and self.backward is None and _in_backward():
             # A bad number of the forward pass that did not reach the loss may still spoil a gradient.
             self.backward = replace(origin, direction="backward")
         for tensor in outputs:
             self._settle(tensor, origin if any(tensor is t for t in bad) else None, is_sum=is_sum)
+
+    def _masks(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+        """Whether good numbers were made of the bad ones: those that took only the shape or the type say nothing."""
+        if name.endswith("_like") or name.startswith("new_") or not any(checkable(t) for t in outputs):
+            return False
+        return any(self._origins.get(_memory(t)) is self._first_made for t in inputs)
 
     def _origin_of(
         self, func: Any, name: str, args: Any, kwargs: Any, bad: list[torch.Tensor], outputs: list[torch.Tensor]
@@ -215,10 +225,7 @@ class OriginFinder(TorchDispatchMode):
         if unknown and self._first_made is not None:
             # A kernel that torch does not know (Triton) wrote it, and has read what was spoilt before.
             return self._first_made
-        origin = self._new_origin(func, name, args, kwargs, bad[0], read, received=unknown, empty=hidden_row)
-        if not unknown and self._first_made is None:
-            self._first_made = origin
-        return origin
+        return self._new_origin(func, name, args, kwargs, bad[0], read, received=unknown, empty=hidden_row)
 
     def _new_origin(
         self,
