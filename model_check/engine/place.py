@@ -34,7 +34,8 @@ def own_device(device: torch.device, rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         raise UsageError("device='cuda', and torch sees no GPU here", remedy="pass device='cpu'")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or rank) % count)
+    local = os.environ.get("LOCAL_RANK", "")
+    return torch.device("cuda", (int(local) if local.isdecimal() else rank) % count)
 
 
 def join(place: Place, *, backend: str | None, timeout_s: float, host_tensors: bool = False) -> None:

@@ -273,7 +273,8 @@ class CommunicationProfiler:
     def _issuing(self, op: str, tensor: Any, group: Any) -> Callable[[Any], None]:
         device = _cuda_device_of(tensor)
         on_device = device is not None and "nccl" in dist.get_backend_config(group)
-        begun = _Begun.on(device) if device is not None and on_device else None
+        # Messages are launched together at the end of a batch: no event between them says how long one took.
+        begun = _Begun.on(device) if device is not None and on_device and op not in ("send", "recv") else None
         start = time.perf_counter()
         return lambda result: self._issued(op, tensor, group, start, begun, on_device, result)
 
