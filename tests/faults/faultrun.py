@@ -30,6 +30,7 @@ STANDINS = HERE / "standins" / "site-packages"
 CHECKOUT = HERE.parents[1]  # what is tested is this tree, whichever one the environment has installed
 START_LIMIT_S = 120.0  # from the launch to the fault, on a busy machine
 END_LIMIT_S = 20.0  # from an error finding, or our SIGTERM, to the launcher's exit
+PLAIN_END_S = 60.0  # from the first result of a plain run to its end
 POLL_S = 0.02
 
 
@@ -321,7 +322,14 @@ def _plain_results(control: Control, folder: Path) -> tuple[list[str], str]:
     folder.mkdir()
     command = command_of(control.form, control.nproc, None, control.path, [])
     with launched(command, folder, {"CONTROL_PAUSE": "0"}, control.stdin) as job:
-        job.wait(control.seconds + START_LIMIT_S)
+        deadline = time.monotonic() + control.seconds + START_LIMIT_S
+        while job.process.poll() is None and time.monotonic() < deadline:
+            if results_in(job.output):
+                # Without us a script may stand still at its very end: DDP's reducer, freed last, holds the GIL while
+                # it waits for a thread of gloo that wants it. What it had to say it has said.
+                job.wait(PLAIN_END_S)
+                break
+            time.sleep(POLL_S)
         return results_in(job.output), job.output
 
 

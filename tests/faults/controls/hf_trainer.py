@@ -42,7 +42,7 @@ def main():
     trainer = Trainer(model=LlamaForCausalLM(config), args=args, train_dataset=Tokens(256), eval_dataset=Tokens(32))
     result = trainer.train()
     if trainer.is_world_process_zero():
-        print("RESULT", trainer.state.global_step, repr(result.training_loss))
+        print("RESULT", trainer.state.global_step, repr(result.training_loss), flush=True)
     torch.distributed.destroy_process_group()
 
 
