@@ -169,6 +169,7 @@ def event_of(outcome: Outcome) -> dict[str, Any]:
     return event
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "cause", "op", "step", "function"),
     [
@@ -206,6 +207,7 @@ def test_an_update_that_divides_by_nothing_is_blamed_and_not_the_next_forward(ru
     assert event["fix"] == ["give the optimizer an eps above 0, such as 1e-8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["observe", "halt"])
 def test_a_loss_of_nan_that_spoils_nothing_is_told_once_and_stops_nobody(run: Runner, mode: str) -> None:
     outcome = run(HEAD + HARMLESS, env={"MODEL_CHECK_GUARD": mode})
