@@ -193,7 +193,7 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
     if not cores:
         return None
     live = [r for r in evidence.ranks.values() if r.samples and r.step is not None and r.step > 0]
-    threads = {r.rank: max(0, r.samples[-1].threads - IDLE_THREADS) for r in live}
+    threads = {r.rank: _compute_threads(r) for r in live}
     total = sum(threads.values())
     if len(threads) < 2 or total < OVERSUBSCRIBED * cores:
         return None
@@ -215,6 +215,13 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
         severity="warning",
         phase="forward",
     )
+
+
+def _compute_threads(rank: RankEvidence) -> int:
+    """Those beyond what every rank has, and no more than torch computes with where the rank said so: others wait."""
+    beyond = max(0, rank.samples[-1].threads - IDLE_THREADS)
+    said = [record.get("compute") for record in rank.happened("threads")]
+    return min(beyond, said[-1]) if said and isinstance(said[-1], int) else beyond
 
 
 def _recent_cpu(rank: RankEvidence) -> float:

@@ -62,6 +62,21 @@ def test_more_threads_than_cores_can_serve(stage):
     assert (finding.code, finding.ranks) == ("MC704", [0, 1, 2, 3]) and "OMP_NUM_THREADS=1" in finding.fix[0]
 
 
+def test_threads_that_do_not_compute_are_not_counted(stage):
+    """Of the checkpoint's writers, of gloo, of loggers: a rank with OMP_NUM_THREADS=1 has them too."""
+    oversubscribe(stage, 30, 0.5)
+    for actor in stage.actors:
+        actor.event("threads", compute=1)
+    assert stage.findings(after=0.1) == []
+
+
+def test_threads_that_torch_computes_with_are(stage):
+    oversubscribe(stage, 30, 0.5)
+    for actor in stage.actors:
+        actor.event("threads", compute=16)
+    assert stage.first(after=0.1).code == "MC704"
+
+
 def test_idle_threads_harm_nobody(stage):
     oversubscribe(stage, 30, 0.05)
     assert stage.findings(after=0.1) == []

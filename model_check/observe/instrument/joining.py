@@ -138,6 +138,7 @@ def _joined() -> None:
         script_sha256=_digest_of(Path(BOX.code.cwd, BOX.code.script)) if BOX.code.script else None,
         arguments=recorder.header.get("argv"),
     )
+    BOX.event("threads", compute=torch.get_num_threads())
     memory.mark("joined")
 
 
