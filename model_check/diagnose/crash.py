@@ -37,6 +37,15 @@ from model_check.diagnose.timeouts import gave_up_finding
 from model_check.diagnose.uneven import loader_frame
 from model_check.diagnose.victims import is_lost_peer, unexpected_size
 from model_check.diagnose.waits import Wait
+from model_check.errors import (
+    CacheDamaged,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HubUnavailable,
+    ModelError,
+    UsageError,
+)
 from model_check.rundir import Finding
 
 _FATAL_SIGNALS = frozenset(
@@ -50,7 +59,8 @@ _TIDY_END = (
     "the work of the script is done; what it wrote before its end is whole",
 )
 _OWN_TYPES = frozenset(
-    {"UsageError", "ConfigError", "DataError", "HubUnavailable", "CacheDamaged", "ModelError", "CheckpointError"}
+    kind.__name__
+    for kind in (UsageError, ConfigError, DataError, HubUnavailable, CacheDamaged, ModelError, CheckpointError)
 )
 _OWN_SENTENCE = re.compile(r"\[MC\d{3}\] (.+)", re.DOTALL)
 _UNFLUSHED = 120  # the interpreter's own word: what was printed last could not be written
