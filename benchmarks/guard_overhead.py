@@ -7,33 +7,38 @@
 
 "On" is what every run does: the check of each gradient before its exchange, the flag, keeping the step's random state.
 "Off" is the same step without them. Blocks of steps alternate, neighbouring blocks see the same machine, and each pair
-gives a ratio; the result is the median ratio. A lone rank exchanges nothing and has no check of its own gradients: to
-show what that check costs on a GPU, `--force-check` turns it on for one rank too.
+gives a ratio; the result is the median ratio with its 95 % interval. A lone rank exchanges nothing and has no check of
+its own gradients: to show on one GPU what the check costs a rank of a job, `--replica` puts the lone rank's model into
+DDP, which then exchanges its buckets with nobody.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import socket
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
 
 from model_check.config import Config, load_config
 from model_check.engine.arrangement import Arranged, arrange_llama
+from model_check.engine.buckets import pin_buckets
 from model_check.engine.inputs import RandomState
 from model_check.engine.optimizer import build_optimizer
-from model_check.engine.place import Place, join, leave
+from model_check.engine.passes import WholeModel
+from model_check.engine.place import Place, join, join_alone, leave
 from model_check.engine.step import TrainStep
-from model_check.observe.numerics.finite import watch_replica
+from model_check.observe.numerics.finite import LocalCheck, watch_replica
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Result:
     step_ms_off: float
     step_ms_on: float
     overhead_percent: float
-    spread_percent: float  # from the first to the third quartile of the pairs
+    interval_percent: tuple[float, float]  # where the true median lies with 95 % certainty, by rank
     cpu_overhead_percent: float
     pairs: int
     steps_per_block: int
@@ -83,10 +88,20 @@ def build(config: Config, arranged: Arranged, place: Place) -> TrainStep:
     )
 
 
-def switch(step: TrainStep, on: bool, check: object) -> None:
-    """The hooks stay where they are; switched off, they return at once and the step asks nothing."""
-    step._local_check = check if on else None  # type: ignore[assignment]
+def switch(step: TrainStep, on: bool, check: LocalCheck | None) -> None:
+    """The check is still told of each bucket; switched off, it returns at once and the step asks nothing."""
+    step._local_check = check if on else None
     step.holds_after_hit = on
+    if check is not None:
+        check.close()
+
+
+def as_replica(arranged: Arranged, device: torch.device) -> Arranged:
+    """What a rank of a job has: its model in DDP, and each bucket looked at on its way into the exchange."""
+    whole = DistributedDataParallel(arranged.bare_model, gradient_as_bucket_view=True)
+    pin_buckets(whole)
+    passes = WholeModel(whole, arranged.precision, device)
+    return replace(arranged, model=whole, passes=passes, local_check=watch_replica(device))
 
 
 def measure(options: argparse.Namespace, rank: int, ranks: int) -> Result | None:
@@ -97,18 +112,16 @@ def measure(options: argparse.Namespace, rank: int, ranks: int) -> Result | None
     config = settings(options)
     vocabulary = 128256 if options.device == "cuda" else 4096
     arranged = arrange_llama(config, place, vocabulary)
+    if options.replica and ranks == 1:
+        join_alone(place)
+        arranged = as_replica(arranged, device)
     step = build(config, arranged, place)
     check = arranged.local_check
-    if check is None and options.force_check:
-        check = watch_replica(arranged.bare_model, device)
-    looks = check.look if check is not None else None
     tokens = torch.randint(0, 4096, (options.batch, options.context + 1), device=device)
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def block(on: bool) -> tuple[float, float]:
         switch(step, on, check)
-        if check is not None and looks is not None:
-            check.look = looks if on else (lambda piece, gradient: None)  # type: ignore[method-assign]
         return timed(step, batch, options.steps, device, keeps_state=on)
 
     block(True), block(False)
@@ -121,7 +134,8 @@ def measure(options: argparse.Namespace, rank: int, ranks: int) -> Result | None
     result = None
     if rank == 0:
         ratios = sorted(on[0] / off[0] for on, off in pairs)
-        quartiles = statistics.quantiles(ratios, n=4)
+        half, reach = (len(ratios) - 1) / 2, 0.98 * math.sqrt(len(ratios))
+        low, high = ratios[max(0, math.floor(half - reach))], ratios[min(len(ratios) - 1, math.ceil(half + reach))]
         result = Result(
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
             ranks=ranks,
@@ -129,7 +143,7 @@ def measure(options: argparse.Namespace, rank: int, ranks: int) -> Result | None
             step_ms_off=1e3 * statistics.median(off[0] for _, off in pairs),
             step_ms_on=1e3 * statistics.median(on[0] for on, _ in pairs),
             overhead_percent=100 * (statistics.median(ratios) - 1),
-            spread_percent=100 * (quartiles[2] - quartiles[0]),
+            interval_percent=(100 * (low - 1), 100 * (high - 1)),
             cpu_overhead_percent=100 * (statistics.median(on[1] / off[1] for on, off in pairs) - 1),
             pairs=options.pairs,
             steps_per_block=options.steps,
@@ -181,7 +195,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=None, help="default: 2 on a GPU, 4 on the CPU")
     parser.add_argument("--steps", type=int, default=5, help="in a block")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--force-check", action="store_true", help="check a lone rank's own gradients too")
+    parser.add_argument("--replica", action="store_true", help="put a lone rank into DDP, as a rank of a job is")
     parser.add_argument("--out", type=Path, default=None, help="write the results here, as JSON")
     options = parser.parse_args()
     options.context = options.context or (8192 if options.device == "cuda" else 128)

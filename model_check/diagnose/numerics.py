@@ -35,10 +35,14 @@ def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
 def nonfinite_findings(evidence: Evidence) -> list[Finding]:
     seen: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
     told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("nonfinite")]
-    causes = [whole(record.get("step")) for _, record in told if not _spoilt_weight(record)]
+    causes = [record for _, record in told if not _spoilt_weight(record)]
+    applied = [whole(record.get("step")) for record in causes if _was_applied(record)]
     for rank, record in told:
-        if _spoilt_weight(record) and causes and min(causes) < whole(record.get("step")):
-            continue  # the step that spoilt the weights is known
+        step = whole(record.get("step"))
+        if min(applied, default=step) < step:
+            continue  # the step that spoilt the weights is known, and every later one says the same
+        if _spoilt_weight(record) and min((whole(cause.get("step")) for cause in causes), default=step) < step:
+            continue
         key = (_code(record), str(record.get("location") or record.get("module") or ""))
         seen.setdefault(key, []).append((rank, record))
     found = [_finding(evidence, code, records) for (code, _), records in seen.items()]
@@ -77,6 +81,11 @@ def received_findings(evidence: Evidence) -> list[Finding]:
 def _spoilt_weight(record: Mapping[str, Any]) -> bool:
     """All that the rank saw was a weight that had been bad before the step."""
     return str(record.get("tensor") or "").startswith("parameter ")
+
+
+def _was_applied(record: Mapping[str, Any]) -> bool:
+    """Nobody kept the step from the weights."""
+    return record.get("action") == "observe" and record.get("spoils") is not False
 
 
 def _code(record: Mapping[str, Any]) -> str:

@@ -179,7 +179,7 @@ def _with_passes(
         whole = replicate(model, place)
         check = None
         if isinstance(whole, DistributedDataParallel):
-            check = watch_replica(model, place.device, lambda: bool(whole.require_backward_grad_sync))
+            check = watch_replica(place.device)
         return Arranged(layout, precision, model, whole, WholeModel(whole, precision, place.device), local_check=check)
     from model_check.engine.sharded import ShardedModel, ShardedNorm
 

@@ -89,6 +89,8 @@ class TrainStep:
         self.begin()
         scale = self.loss_scale.scale.clone()
         loss = self.passes.accumulate(micro_batches, self.loss_scale.apply)
+        if self._local_check is not None:
+            self._local_check.close()
         norm = self._gradient_norm()
         mean_loss, stops = self._share(loss, stop_requested)
         # Norm and mean loss are the whole job's, the same on every rank, so all ranks decide alike.

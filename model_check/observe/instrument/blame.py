@@ -40,6 +40,17 @@ _FIXES = {
 
 
 @dataclass(frozen=True)
+class OwnShare:
+    """What this rank's gradients were before any peer's came in, as far as they were looked at."""
+
+    bad: str = ""  # the first that was not finite, in words
+    clean: bool = False  # all were looked at, and all were finite
+
+
+_UNKNOWN = OwnShare()
+
+
+@dataclass(frozen=True)
 class Hit:
     """A step with numbers that are not finite, as it is first seen."""
 
@@ -54,6 +65,7 @@ class Hit:
     late: bool = False
     scaler: str = ""  # what a GradScaler that gave up has to say
     real_outputs_finite: bool | None = None
+    own: OwnShare = _UNKNOWN
 
     @property
     def received(self) -> dict[str, Any]:
@@ -82,16 +94,30 @@ class Hit:
         )
 
     @classmethod
-    def in_backward(cls, loss: float, calls: Sequence[Call], poles: Sequence[Pole], place: Place | None) -> Hit:
+    def in_backward(
+        cls,
+        loss: float,
+        calls: Sequence[Call],
+        poles: Sequence[Pole],
+        place: Place | None,
+        own: OwnShare = _UNKNOWN,
+    ) -> Hit:
         """A finite loss with gradients that are not."""
         call, replay, why_not = _again(calls, backward=True)
         touched = next((found for pole in poles if (found := pole.touched(place)) is not None), None)
-        return cls(float(loss), "backward", calls, place, touched, replay, call, why_not)
+        return cls(float(loss), "backward", calls, place, touched, replay, call, why_not, own=own)
 
     @classmethod
-    def too_late(cls, loss: float, place: Place | None) -> Hit:
+    def received_gradients(cls, loss: float, place: Place | None) -> Hit:
+        """This rank's own gradients were finite, and what came back from the exchange is not."""
+        why_not = "the gradients of this rank were finite before they were exchanged"
+        return cls(float(loss), "backward", (), place, why_not=why_not, own=OwnShare(clean=True))
+
+    @classmethod
+    def too_late(cls, loss: float, place: Place | None, own: OwnShare = _UNKNOWN) -> Hit:
         """Known only after the step was applied: the weights it would be replayed with are gone."""
-        return cls(float(loss), "backward", (), place, late=True)
+        why_not = "the gradients of this rank were finite before they were exchanged" if own.clean else ""
+        return cls(float(loss), "backward", (), place, late=True, why_not=why_not, own=own)
 
 
 def _again(calls: Sequence[Call], *, backward: bool) -> tuple[Call | None, Replay | None, str]:
@@ -114,13 +140,15 @@ def _again(calls: Sequence[Call], *, backward: bool) -> tuple[Call | None, Repla
 
 def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = None) -> dict[str, Any] | None:
     """The body of the event, or None: nothing of this rank's own went wrong. `eps`: of the optimizer, if it has one."""
+    if hit.own.clean:
+        return None
     if hit.late:
         return _report_late(hit)
     origin = hit.replay.origin if hit.replay is not None else None
     if hit.scaler and origin is None:
         return {**_body(hit, "MC403", [hit.scaler]), "location": _line(hit.place)}
     if hit.direction == "backward" and origin is None and hit.in_loss_code is None:
-        return _report_unexplained_gradient(hit) if _alone() else None
+        return _report_unexplained_gradient(hit) if is_alone() or hit.own.bad else None
     if origin is not None and (hit.in_loss_code is None or not hit.in_loss_code.made_it):
         body = _report_origin(hit, origin, history, rate)
         spoilt = history.steps > 0 and (origin.given or "").startswith("parameter")
@@ -130,7 +158,7 @@ def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = No
     return _report_without_line(hit, history, rate)
 
 
-def _alone() -> bool:
+def is_alone() -> bool:
     return not torch.distributed.is_available() or not torch.distributed.is_initialized() or _world() == 1
 
 
@@ -173,7 +201,7 @@ def _blaming_the_update(body: dict[str, Any], eps: float | None) -> dict[str, An
         why = ["observed: eps of the optimizer is 0: where a gradient has always been 0, its update is 0/0"]
         fix = ["give the optimizer an eps above 0, such as 1e-8"]
     # Under data parallelism all ranks hold the same weights: that it has them makes no rank guilty.
-    return {**body, "evidence": [*body["evidence"], *why], "fix": fix, "local": _alone()}
+    return {**body, "evidence": [*body["evidence"], *why], "fix": fix, "local": is_alone()}
 
 
 def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: float) -> dict[str, Any]:
@@ -204,7 +232,7 @@ def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: fl
 def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, Any]:
     """The loss is bad, and the replay cannot say where: it is finite, or there was none."""
     if hit.replay is not None and hit.real_outputs_finite is False:
-        evidence = ["observed: the forward's output was not finite; run once more on the same rank, it is"]
+        evidence = ["observed: the forward's output was not finite; run once more on the same rank, it is", *_device()]
         return {**_body(hit, "MC409", evidence), "deterministic": False, "location": _line(hit.place)}
     cause = _judged(hit, None, history, None, rate)
     plain = [f"inferred: the operation is not known: {hit.why_not}"] if hit.why_not else []
@@ -215,22 +243,44 @@ def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, A
 
 
 def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
+    where = {"location": _line(hit.place), "tensor": hit.own.bad.removeprefix("the ") or None}
+    before_exchange = bool(hit.own.bad) and not is_alone()
+    if hit.replay is not None and hit.replay.gradients_finite is False:
+        again = "observed: run once more, the backward gives it again"
+        which = "inferred: made by a hook on a gradient or an autograd.Function's backward, no operation of torch's"
+        return {**_body(hit, "MC402", [again, which]), **where, "deterministic": True}
+    if hit.replay is not None and hit.replay.computes_loss and before_exchange:
+        evidence = ["observed: forward and backward, run once more on the same rank, are finite", *_device()]
+        return {**_body(hit, "MC409", evidence), **where, "deterministic": False}
+    others = "a hook on a gradient" if before_exchange else "what the script does to its gradients after backward"
     plain = hit.why_not or (
-        "forward and backward of the model are finite when run once more, so the loss code, or what the script does to "
-        "its gradients after backward (clipping, scaling), made it"
+        f"forward and backward of the model are finite when run once more: the loss code made it, or {others}"
     )
-    return {**_body(hit, "MC402", [f"inferred: the operation is not known: {plain}"]), "location": _line(hit.place)}
+    return {**_body(hit, "MC402", [f"inferred: the operation is not known: {plain}"]), **where}
 
 
 def _report_late(hit: Hit) -> dict[str, Any]:
     late = "inferred: the weights were overwritten before a check that makes nobody wait could know"
     again = "run again with --guard halt: the step is then replayed before it is applied"
-    return {**_body(hit, "MC402", [late]), "fix": [again], "location": _line(hit.place), "local": _alone()}
+    guilty = is_alone() or bool(hit.own.bad)
+    where = {"location": _line(hit.place), "tensor": hit.own.bad.removeprefix("the ") or None}
+    return {**_body(hit, "MC402", [late]), "fix": [again], **where, "local": guilty}
 
 
 def _body(hit: Hit, cause: str, evidence: list[str]) -> dict[str, Any]:
     fixes = list(_FIXES.get(cause, ()))
+    if hit.own.bad:
+        when = "" if is_alone() else ", before any exchange"
+        evidence = [f"observed: {hit.own.bad} held a number that is not finite on this rank{when}", *evidence]
     return {"direction": hit.direction, "cause": cause, "evidence": evidence, **({"fix": fixes} if fixes else {})}
+
+
+def _device() -> list[str]:
+    """Which piece of hardware to suspect; its own number outlives a renumbering."""
+    if not torch.cuda.is_initialized():
+        return []
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return [f"observed: this rank runs on a {gpu.name} ({getattr(gpu, 'uuid', 'no uuid')})"]
 
 
 def _line(place: Place | None) -> str | None:

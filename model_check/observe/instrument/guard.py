@@ -1,9 +1,10 @@
 """The numerics guard of a foreign script: who made the first number that is not finite, where, and why.
 
-Each rank checks its own loss when `backward` begins, before any peer's gradients arrive, and a few gradients when the
-optimizer is about to step. A bad gradient travels back through every layer before the place where it arose, so one of
-the first parameters tells; the others take turns. The loss of a GPU is copied behind its kernels and read when the
-optimizer is called: by then the forward is long over, so nobody waits. A bad gradient there is known one step later.
+Each rank checks its own loss when `backward` begins and its own gradients when they are about to be reduced, before any
+peer's arrive (exchanges). What comes back is probed when the optimizer is about to step: a bad gradient travels through
+every layer before the place where it arose, so one of the first parameters tells; the others take turns. The loss of a
+GPU is copied behind its kernels and read when the optimizer is called: by then the forward is long over, so nobody
+waits. A bad gradient there is known one step later, unless the script itself waits for the device in between.
 With `--guard halt` every gradient of every step is looked at, and waited for: a promise to refuse must not be a sample.
 
 On a hit the rank runs its own forward once more (replaying), and writes a `nonfinite` event if it is to blame. The
@@ -16,6 +17,7 @@ import math
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,12 +25,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from model_check.errors import NumericsError
-from model_check.observe.instrument.blame import Hit, report_of
+from model_check.observe.instrument.blame import Hit, OwnShare, is_alone, report_of
 from model_check.observe.instrument.box import BOX, GUARD_VARIABLE
+from model_check.observe.instrument.exchanges import Looked, OwnGradients
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
 from model_check.observe.instrument.lossline import Place, Pole, poles
-from model_check.observe.instrument.readings import Reading, gradient_of, norms_of, reading_of
+from model_check.observe.instrument.readings import Reading, gradient_of, local, norms_of, reading_of
 from model_check.observe.numerics.ranges import checkable, is_finite
 
 Mode = Literal["observe", "halt", "off"]
@@ -70,6 +73,15 @@ class _Probed:
         return cls(tuple(few), trained)
 
 
+@dataclass(frozen=True)
+class _Late:
+    """What was asked of a device about a step that has been applied since."""
+
+    step: int = 0
+    sizes: Sequence[Reading] = ()
+    looked: Looked | None = None
+
+
 def _size(parameter: Any) -> Reading | None:
     """The norm of a gradient, or of the head of a large one."""
     gradient = gradient_of(parameter)
@@ -107,7 +119,9 @@ class Guard:
         self._calls_seen = 0
         self._passes: list[_Pass] = []
         self._reports = 0
-        self._late: tuple[int, list[Reading]] = 0, []
+        self._late = _Late()
+        self._own = OwnGradients(every_step=self.mode == "halt")
+        self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._probed: weakref.WeakKeyDictionary[Any, _Probed] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
         self._without_poles: dict[Place | None, int] = {}
@@ -137,6 +151,7 @@ class Guard:
         self._begin_anew()
         if not self.on:
             return
+        self._own.backward_begins()
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
         self._last_place = Place.of(sys._getframe(1))
@@ -152,6 +167,17 @@ class Guard:
             # Looked at now: the graph still has its numbers, and the script may yet decide to leave this step out.
             this.hit = Hit.in_forward(loss.value(), calls, root.grad_fn, this.place)
 
+    def reduction_begins(self, given: list[torch.Tensor], *, in_backward: bool) -> None:
+        """A reduction is about to be started with what this rank brings to it."""
+        if self.on and in_backward:
+            self._own.reduction_in_backward(given, self._modules())
+        elif self.on and not self._settled:
+            self._own.reduction_after_backward(self._trained)
+
+    def backward_ended(self) -> None:
+        if self.on:
+            self._own.backward_ended()
+
     def optimizer_begins(self, optimizer: Any) -> None:
         """Raises NumericsError where the step must not be applied."""
         if self._halted:
@@ -161,12 +187,11 @@ class Guard:
         step = BOX.recorder.steps if BOX.recorder is not None else 0
         self._rate = _learning_rate(optimizer)
         self._eps = optimizer.param_groups[0].get("eps")
-        late_step, late = self._late
-        if not all(math.isfinite(size.value()) for size in late):
-            # First: the step before has spoilt the weights, and this one's loss with them.
-            self._found(late_step, Hit.too_late(self.history.before[-1].loss, self._last_place), math.nan)
+        if self._spoilt_before(optimizer):
             return
         sizes = self._sizes(optimizer)
+        looked = self._own.at_the_optimizer([p for group in optimizer.param_groups for p in group["params"]])
+        in_time = looked if looked is not None and (looked.ready or self.mode == "halt") else None
         ready = [size for size in sizes if size.ready or self.mode == "halt"]
         known = [size.value() for size in ready]
         bad = self._bad_pass()
@@ -179,11 +204,13 @@ class Guard:
             bad = None
         if bad is not None:
             self._found(step, bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place), grad_norm)
-        elif not all(map(math.isfinite, known)) and not _gradients_finite(optimizer):
-            # A norm overflows before its numbers do, hence the second look.
-            hit = Hit.in_backward(self._loss(), self._inputs.calls, self._poles(), self._last_place)
-            self._found(step, hit, grad_norm)
-        self._late = step, [size for size in sizes if size not in ready]
+        elif self._any_bad(known, in_time):
+            own = _own_share(in_time, optimizer)
+            # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
+            # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
+            if (own.bad and _sharded(optimizer)) or not _gradients_finite(optimizer):
+                self._found(step, self._gradient_hit(own), grad_norm)
+        self._late = _Late(step, [size for size in sizes if size not in ready], looked if in_time is None else None)
         self.history.step(self._loss(), grad_norm, self._rate)
         self._settled = True
 
@@ -202,6 +229,7 @@ class Guard:
         self._settled = True
 
     def forget(self) -> None:
+        self._own.forget()
         self._inputs.forget()
         self._passes.clear()
         self._calls_seen = 0
@@ -213,6 +241,40 @@ class Guard:
             self.forget()
 
     # What is known of the step
+
+    def _spoilt_before(self, optimizer: Any) -> bool:
+        """The step before has spoilt the weights, and with them this one's loss: told first."""
+        late, self._late = self._late, _Late()
+        probed_bad = not all(math.isfinite(size.value()) for size in late.sizes)
+        own = _own_share(late.looked, optimizer)
+        # A script may mend what it was given; whatever it applied, its weights show.
+        if not probed_bad and (not own.bad or (not _sharded(optimizer) and _weights_finite(optimizer))):
+            return False
+        self._found(late.step, Hit.too_late(self.history.before[-1].loss, self._last_place, own), math.nan)
+        return True
+
+    @staticmethod
+    def _any_bad(sizes: list[float], looked: Looked | None) -> bool:
+        return not all(map(math.isfinite, sizes)) or (looked is not None and bool(looked.bad()))
+
+    def _gradient_hit(self, own: OwnShare) -> Hit:
+        if own.clean:
+            return Hit.received_gradients(self._loss(), self._last_place)
+        return Hit.in_backward(self._loss(), self._inputs.calls, self._poles(), self._last_place, own)
+
+    def _modules(self) -> list[Any]:
+        """Those that this step has called; asked for the names of their parameters when they are first met."""
+        modules = [call.module for call in self._inputs.calls if call.learns]
+        for module in modules:
+            if module not in self._named:
+                self._named.add(module)
+                self._own.learn_names(module)
+        return modules
+
+    def _trained(self) -> list[Any]:
+        called = [p for module in self._modules() for p in module.parameters()]
+        known = called or [p for probed in self._probed.values() for p in probed.all]
+        return list({id(p): p for p in known if p.requires_grad}.values())
 
     def _bad_pass(self) -> _Pass | None:
         return next((this for this in self._passes if not math.isfinite(this.loss.value())), None)
@@ -238,6 +300,9 @@ class Guard:
         probed = self._probed.get(optimizer)
         if probed is None:
             probed = self._probed[optimizer] = _Probed.of(optimizer)
+            # Once more, now that the passes are over: FSDP shows other parameters while a module computes.
+            self._named.clear()
+            self._modules()
         if self.mode == "halt":
             return _all_sizes([p for group in optimizer.param_groups for p in group["params"]])
         self._turn += 1
@@ -259,7 +324,7 @@ class Guard:
         if report is not None:
             unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"
             report = {**report, "evidence": [*report["evidence"], unspoilt]}
-            told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe"}
+            told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe", "spoils": False}
             self._untold = {**told, **report}
 
     def flush(self) -> None:
@@ -288,6 +353,27 @@ def _gradients_finite(optimizer: Any) -> bool:
     """Looks at all of them: asked only where something is known to be wrong."""
     gradients = (gradient_of(p) for group in optimizer.param_groups for p in group["params"])
     return all(is_finite(gradient) for gradient in gradients if gradient is not None and checkable(gradient))
+
+
+def _weights_finite(optimizer: Any) -> bool:
+    weights = (local(p) for group in optimizer.param_groups for p in group["params"])
+    return all(is_finite(weight) for weight in weights if weight is not None and checkable(weight))
+
+
+def _sharded(optimizer: Any) -> bool:
+    """This rank holds parts of the parameters, as DTensors or in FSDP's flat ones."""
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    return any(hasattr(p, "_local_tensor") or hasattr(p, "_sharded_size") for p in held)
+
+
+def _own_share(looked: Looked | None, optimizer: Any) -> OwnShare:
+    """What a look before the exchange proves. A look after it, or at some of the gradients, leaves a question."""
+    if looked is None or not (looked.before_exchange or is_alone()):
+        return OwnShare()
+    bad = looked.bad()
+    trained = (local(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    held = sum(weight.numel() for weight in trained if weight is not None)
+    return OwnShare(bad, clean=not bad and looked.before_exchange and looked.numbers >= held)
 
 
 def _learning_rate(optimizer: Any) -> float:

@@ -28,20 +28,21 @@ class _Operator:
     group: int
     peer: int | None = None
     phase: str = "collective"
+    given: int | None = None  # of a reduction: what this rank brings into it
 
 
 _OPERATORS = {
-    "allreduce_": _Operator("all_reduce", 0, 1),
-    "allreduce_coalesced_": _Operator("all_reduce", 0, 1),
+    "allreduce_": _Operator("all_reduce", 0, 1, given=0),
+    "allreduce_coalesced_": _Operator("all_reduce", 0, 1, given=0),
     "broadcast_": _Operator("broadcast", 0, 1, 2),
-    "reduce_": _Operator("reduce", 0, 1, 3),
+    "reduce_": _Operator("reduce", 0, 1, 3, given=0),
     "allgather_": _Operator("all_gather", 1, 2),
     "_allgather_base_": _Operator("all_gather", 1, 2),
     "allgather_coalesced_": _Operator("all_gather", 1, 2),
     "allgather_into_tensor_coalesced_": _Operator("all_gather", 1, 2),
-    "reduce_scatter_": _Operator("reduce_scatter", 0, 2),
-    "_reduce_scatter_base_": _Operator("reduce_scatter", 0, 2),
-    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", 0, 2),
+    "reduce_scatter_": _Operator("reduce_scatter", 0, 2, given=1),
+    "_reduce_scatter_base_": _Operator("reduce_scatter", 0, 2, given=1),
+    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", 0, 2, given=1),
     "gather_": _Operator("gather", 1, 2, 3),
     "scatter_": _Operator("scatter", 0, 2, 3),
     "alltoall_": _Operator("all_to_all", 1, 2),
@@ -57,12 +58,16 @@ _OPERATORS = {
 Listener = Callable[[str, Any, Any], Callable[[Any], None]]
 """Told of a call before its backend has it: operation, tensor, process group. What it returns is told the result."""
 
+Told = Callable[[list[torch.Tensor]], None]
+"""Told of a reduction before its backend has it: the tensors that this rank brings, still its own."""
+
 
 class _Registered:
     """The registrations live as long as this object does."""
 
     library: Any = None
     listeners: ClassVar[tuple[Listener, ...]] = ()
+    told: ClassVar[tuple[Told, ...]] = ()
 
 
 def install() -> None:
@@ -88,6 +93,14 @@ def stop_listening(listener: Listener) -> None:
     _Registered.listeners = tuple(known for known in _Registered.listeners if known != listener)
 
 
+def tell_of_reductions(told: Told) -> None:
+    _Registered.told = (*_Registered.told, told)
+
+
+def stop_telling(told: Told) -> None:
+    _Registered.told = tuple(known for known in _Registered.told if known != told)
+
+
 def uninstall() -> None:
     """Takes the kernels out again: collectives reach their backend as if we had never been here."""
     if _Registered.library is not None:
@@ -96,35 +109,42 @@ def uninstall() -> None:
 
 
 @contextmanager
-def _dropping(listener: Listener) -> Iterator[None]:
+def _dropping(listener: Listener | Told) -> Iterator[None]:
     """A listener that fails is told no more: the call goes on."""
     try:
         yield
     except Exception as error:
-        stop_listening(listener)
+        stop_listening(listener)  # type: ignore[arg-type]
+        stop_telling(listener)  # type: ignore[arg-type]
         warnings.warn(f"a listener to collectives was dropped: {error!r}", RuntimeWarning, stacklevel=4)
 
 
+def _tensors(given: Any) -> list[torch.Tensor]:
+    """One tensor, a list of them, or a list of lists."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [tensor for part in given for tensor in _tensors(part)]
+
+
 def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any], Any]) -> Callable[..., Any]:
-    op, phase, tensor_at, group_at, peer_at = (
-        operator.op,
-        operator.phase,
-        operator.tensor,
-        operator.group,
-        operator.peer,
-    )
+    op, phase, tensor_at, group_at = operator.op, operator.phase, operator.tensor, operator.group
+    peer_at, given_at = operator.peer, operator.given
     redispatch = target._handle.redispatch_boxed  # what `target.redispatch` calls, without a frame of its own
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if given_at is not None:
+            for told in _Registered.told:
+                with _dropping(told):
+                    told(_tensors(args[given_at]))
         if not _Registered.listeners:
             return record(keyset, args, kwargs)
         tensor = None if tensor_at is None else args[tensor_at]
-        told = []
+        listening = []
         for listener in _Registered.listeners:
             with _dropping(listener):
-                told.append((listener, listener(op, tensor, unbox(args[group_at]))))
+                listening.append((listener, listener(op, tensor, unbox(args[group_at]))))
         result = record(keyset, args, kwargs)
-        for listener, handed_over in told:
+        for listener, handed_over in listening:
             with _dropping(listener):
                 handed_over(result)
         return result

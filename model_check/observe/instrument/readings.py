@@ -16,6 +16,7 @@ import torch
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST_TENSORS = 16
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 def local(tensor: Any) -> torch.Tensor | None:
@@ -126,19 +127,22 @@ class Reading:
 def reading_of(scalar: Any) -> Reading | None:
     """A reading of a tensor with one element; None for an exotic one, and while a graph is captured."""
     plain = local(scalar)
-    if plain is None or plain.numel() != 1 or plain.is_complex() or _capturing(plain):
+    if plain is None or plain.numel() != 1 or plain.is_complex() or capturing(plain):
         return None
     return Reading.of(plain if plain.dim() == 0 else plain.detach().reshape(()))
 
 
 def norms_of(tensors: list[torch.Tensor]) -> Reading | None:
     """The norms of plain tensors of one device, as one reading; None for none, and while a graph is captured."""
-    if not tensors or _capturing(tensors[0]):
+    if not tensors or capturing(tensors[0]):
         return None
-    return Reading.of(torch.stack([norm.float() for norm in torch._foreach_norm(tensors)]))
+    narrow = all(tensor.dtype in _NARROW for tensor in tensors)  # a norm of halves leaves their range in good health
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32 if narrow else None)
+    return Reading.of(torch.stack([norm.float() for norm in norms]))
 
 
-def _capturing(tensor: torch.Tensor) -> bool:
+def capturing(tensor: torch.Tensor) -> bool:
+    """A graph is being captured where this tensor lives: nothing may be read now."""
     if tensor.is_cpu:
         return False
     with torch.cuda.device(tensor.device):

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from model_check.errors import NumericsError
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.guard import GUARD
@@ -73,6 +75,17 @@ def backward_begins(root: Any) -> None:
     loss = reading_of(SCALING.unscaled(root) if scaled else root)
     GUARD.backward_begins(root, loss, scaled=scaled)
     TRENDS.backward_begins(loss)
+
+
+@_harmless
+def backward_ended() -> None:
+    GUARD.backward_ended()
+
+
+@_harmless
+def reduction_begins(given: list[torch.Tensor], *, in_backward: bool) -> None:
+    """The dispatcher is about to hand a reduction to its backend."""
+    GUARD.reduction_begins(given, in_backward=in_backward)
 
 
 @_harmless

@@ -51,9 +51,16 @@ def _numbers() -> Any:
     """Who watches the numbers of a step; None where nobody does. Asked for late: torch must be whole by then."""
     if os.environ.get(GUARD_VARIABLE, "off") == "off":
         return None
-    from model_check.observe.instrument import steps
+    from model_check.observe.instrument import native, steps
 
+    native.tell_of_reductions(_reduction_begins)
     return steps
+
+
+def _reduction_begins(given: list[torch.Tensor]) -> None:
+    """Those of a forward are of activations, and those of an optimizer come too late."""
+    if not _NOW.forward and _NOW.optimizer is None and (steps := _numbers()) is not None:
+        steps.reduction_begins(given, in_backward=_NOW.backward > 0)
 
 
 def _during_data(original: Original) -> Original:
@@ -161,6 +168,9 @@ def patch_autograd(module: Any) -> None:
         if not _NOW.backward and (steps := _numbers()) is not None:
             roots = args[0] if args else kwargs.get("tensors")
             steps.backward_begins(roots[0] if isinstance(roots, (list, tuple)) and roots else roots)
+            result = recorded(*args, **kwargs)
+            steps.backward_ended()
+            return result
         return recorded(*args, **kwargs)
 
     module.backward = backward

@@ -1,54 +1,85 @@
 """Are this rank's own gradients finite: asked before they are exchanged, answered on the device.
 
-After an exchange every rank has the same NaN, and nobody knows whose it was. So the sum of each gradient is noted while
-it is still this rank's own: one extra read of the gradients, queued on the device like everything else. A sum is finite
-only if every number in it is, and no reduction is faster; it may also overflow, which is no healthier.
+After an exchange every rank has the same NaN, and nobody knows whose it was. So the sum of each piece of gradient is
+noted while it is still this rank's own: one extra read, queued on the device like everything else. A sum is finite only
+if every number in it is, and no reduction is faster; it may also overflow, which is no healthier.
 A lone rank exchanges nothing; for it the gradient norm of the step says the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
+_PIECES = 256
+
 
 class LocalCheck:
-    """Notes the sum of each piece of gradient."""
+    """Notes the sum of each piece of gradient, in the order in which they are looked at."""
 
-    def __init__(self, pieces: int, device: torch.device) -> None:
-        self._sums = torch.zeros(pieces, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, pieces: int = _PIECES) -> None:
+        self.looked_at = 0
+        self.open = True  # between `begin` and `close`: what is reduced then is gradients
+        self._device = device
+        self._make_room(pieces)
+
+    def _make_room(self, pieces: int) -> None:
         # Writing into memory of our own: a fresh result would be freed on one stream and read on another.
+        self._sums = torch.zeros(pieces, dtype=torch.float32, device=self._device)
         self._places = self._sums.unbind()
 
     def begin(self) -> None:
         """Forgets the step before."""
+        if self.looked_at > len(self._places):
+            self._make_room(2 * self.looked_at)
         self._sums.zero_()
+        self.looked_at = 0
+        self.open = True
 
-    def look(self, piece: int, gradient: torch.Tensor) -> None:
-        torch.sum(gradient, dim=tuple(range(gradient.ndim)), dtype=torch.float32, out=self._places[piece])
+    def close(self) -> None:
+        """All gradients of the step have been computed."""
+        self.open = False
+
+    def look(self, gradient: torch.Tensor) -> None:
+        piece, dims = self.looked_at, tuple(range(gradient.ndim))
+        self.looked_at += 1
+        if piece < len(self._places) - 1:
+            torch.sum(gradient, dim=dims, dtype=torch.float32, out=self._places[piece])
+        else:  # more than there were ever before: until the next step they share a place, where a bad number stays
+            self._places[-1].add_(torch.sum(gradient, dim=dims, dtype=torch.float32))
+
+    def sums(self) -> torch.Tensor:
+        """One number for each piece, finite if the piece was; of very many, the last ones share one."""
+        return self._sums[: self.looked_at]
 
     def bad(self) -> torch.Tensor:
         """1.0 on the device where some piece was not finite, else 0.0."""
         return (~torch.isfinite(self._sums).all()).float()
 
 
-def watch_replica(module: nn.Module, device: torch.device, exchanging: Callable[[], bool] = lambda: True) -> LocalCheck:
-    """For a module inside DDP: its gradients are this rank's own until DDP's hook, which runs after these.
+def watch_replica(device: torch.device) -> LocalCheck:
+    """For a module inside DDP: each bucket is looked at on its way into the all-reduce.
 
-    While gradients are only added up (not `exchanging`) nothing is looked at: a bad number stays in the sum.
+    While gradients are only added up nothing is exchanged, and nothing looked at: a bad number stays in the sum.
     """
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    check = LocalCheck(len(parameters), device)
-    for piece, parameter in enumerate(parameters):
+    from model_check.observe.instrument import native
 
-        def look(param: torch.Tensor, piece: int = piece) -> None:
-            if param.grad is not None and exchanging():
-                check.look(piece, param.grad)
+    check = LocalCheck(device)
+    known = weakref.ref(check)
 
-        parameter.register_post_accumulate_grad_hook(look)
+    def reduces(given: list[torch.Tensor]) -> None:
+        watching = known()
+        if watching is None:
+            native.stop_telling(reduces)
+        elif watching.open:
+            for bucket in given:
+                watching.look(bucket)
+
+    native.install()
+    native.tell_of_reductions(reduces)
     return check
 
 
@@ -63,16 +94,14 @@ def watch_shards(model: nn.Module, device: torch.device) -> LocalCheck | None:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         return None
-    check = LocalCheck(len(units), device)
+    check = LocalCheck(device)
 
     class WatchedReduceScatter(DefaultReduceScatter):
-        def __init__(self, piece: int) -> None:
-            self._piece = piece
-
         def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            check.look(self._piece, input_tensor)
+            check.look(input_tensor)
             return super().__call__(output_tensor, input_tensor, *args, **options)
 
-    for piece, unit in enumerate(units):
-        unit.set_custom_reduce_scatter(WatchedReduceScatter(piece))
+    watched = WatchedReduceScatter()
+    for unit in units:
+        unit.set_custom_reduce_scatter(watched)
     return check

@@ -1,0 +1,294 @@
+"""Whose gradients are not finite: those of a foreign script are looked at while they are still this rank's own.
+
+Buckets of DistributedDataParallel, units of FSDP and flat buffers of other libraries pass the dispatcher in the middle
+of `backward`, on their way into a reduction: each is looked at there, by its sum. A script that reduces its gradients
+itself does so after `backward`: all of them are looked at before its first reduction. Where nothing is exchanged, they
+are looked at when the optimizer is about to step. A GPU answers later, in one copy a pass; nobody waits for it.
+
+Reading gradients costs what memory bandwidth it takes, whatever the script computes. So there is a budget: a quarter
+of a percent of the run's time, and a little in advance so that the first steps are all looked at. A step that it does
+not cover is not looked at here.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+
+from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of
+from model_check.observe.numerics.finite import LocalCheck
+from model_check.observe.numerics.ranges import checkable, is_finite
+
+_SHARE = 0.0025
+_ADVANCE_S = 0.25
+_ASSUMED_SPEED = 1e12  # bytes a second of a GPU, until it has been measured
+_LAUNCH_S = 4e-6  # of the smallest kernel
+_WORTH_TIMING = 1 << 24  # bytes
+_TIMINGS = 4
+_FRAMES_UP = 16
+_STEPS_SEARCHED = 3
+_THE_GRADIENT = "the gradient of "
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "._flat_param", "_flat_param")
+
+
+class Budget:
+    """How much of a run's time may go into looking."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._left_s = _ADVANCE_S
+        self._since = clock()
+
+    def covers_a_step(self) -> bool:
+        """What a step takes is known only afterwards: it may overdraw, and the next ones wait until that is paid."""
+        now = self._clock()
+        self._left_s = min(_ADVANCE_S, self._left_s + _SHARE * (now - self._since))
+        self._since = now
+        return self._left_s > 0
+
+    def spend(self, seconds: float) -> None:
+        self._left_s -= seconds
+
+
+class _Speed:
+    """How fast this process's GPU reads: the best of the first few large pieces, for a first kernel must be loaded."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._timings = 0
+        self._seen: list[float] = []  # bytes a second
+
+    def look(self, check: LocalCheck, tensor: torch.Tensor) -> float:
+        """Looks, and says how many seconds that takes as far as is known."""
+        if self._timings < _TIMINGS and tensor.nbytes >= _WORTH_TIMING:
+            self._timings += 1
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            stream = torch.cuda.current_stream(tensor.device)
+            begin.record(stream)
+            check.look(tensor)
+            end.record(stream)
+            self._under_way.append((tensor.nbytes, begin, end))
+        else:
+            check.look(tensor)
+        return self.seconds(tensor.nbytes)
+
+    def seconds(self, nbytes: int) -> float:
+        while self._under_way and self._under_way[0][2].query():
+            measured, begin, end = self._under_way.popleft()
+            self._seen.append(measured / max(begin.elapsed_time(end) / 1e3, 1e-6))
+        best = max(self._seen) if len(self._seen) == _TIMINGS else _ASSUMED_SPEED
+        return nbytes / best + _LAUNCH_S
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a look at a step's gradients will show, once the device has answered."""
+
+    parts: Sequence[tuple[Sequence[str], Reading]]  # the nearest to the loss first
+    numbers: int  # how many were looked at
+    before_exchange: bool
+    bad_now: str = ""  # a bad one that is known already
+
+    @property
+    def ready(self) -> bool:
+        return all(reading.ready for _, reading in self.parts)
+
+    def bad(self) -> str:
+        """The first that was not finite, in words; empty where all were. Waits for the device."""
+        if self.bad_now:
+            return self.bad_now
+        for names, reading in self.parts:
+            for number, value in enumerate(reading.value()):
+                if not math.isfinite(value):
+                    return names[min(number, len(names) - 1)]
+        return ""
+
+
+@dataclass
+class _Pieces:
+    """What was looked at in the passes of the step in progress."""
+
+    names: dict[torch.device, list[str]] = field(default_factory=dict)
+    numbers: int = 0
+    seen: set[int] = field(default_factory=set)  # parameters whose gradients have been
+    bad_now: str = ""
+
+
+class OwnGradients:
+    """Looks at the gradients of one process, step by step."""
+
+    def __init__(self, *, every_step: bool) -> None:
+        self._every_step = every_step
+        self._budget = Budget()
+        self._speed = _Speed()
+        self._checks: dict[torch.device, LocalCheck] = {}
+        self._names: dict[int, str] = {}
+        self._buckets: dict[tuple[int, int], str] = {}
+        self._steps_looked = 0
+        self._shapes: set[tuple[int, ...]] = set()
+        self._pieces = _Pieces()
+        self.forget()
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self._steps_looked += bool(self._pieces.numbers)
+        self._decided: bool | None = None
+        self._pieces = _Pieces()
+        self._looked: Looked | None = None
+        self._computed = False
+
+    @property
+    def _looking(self) -> bool:
+        """Decided once a step: half a step's gradients would show nothing."""
+        if self._decided is None:
+            self._decided = self._every_step or self._budget.covers_a_step()
+        return self._decided
+
+    def learn_names(self, module: Any) -> None:
+        """What its parameters are called and look like; the first time that a module is seen."""
+        for name, parameter in module.named_parameters():
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            self._names[id(parameter)] = f"{_THE_GRADIENT}{name.removeprefix('module.') or 'the root module'}"
+            self._shapes.add(tuple(parameter.shape))
+
+    # Before an exchange
+
+    def backward_begins(self) -> None:
+        """More is added to the gradients: what was seen of them after an earlier pass is no longer all."""
+        self._looked = None
+        self._computed = True
+
+    def reduction_in_backward(self, given: Sequence[torch.Tensor], modules: Iterable[Any]) -> None:
+        """Gradients of parameters travel in flat buffers, or as they are; others are those of activations."""
+        flat = [t for tensor in given if (t := local(tensor)) is not None and checkable(t) and t.numel()]
+        flat = [tensor for tensor in flat if tensor.dim() == 1 or tuple(tensor.shape) in self._shapes]
+        if not flat or not self._looking or capturing(flat[0]):
+            return
+        unit = _fsdp_unit(sys._getframe(1), self._names)
+        for tensor in flat:
+            self._look(tensor, unit, modules)
+
+    def _look(self, tensor: torch.Tensor, unit: str, modules: Iterable[Any]) -> None:
+        pieces = self._pieces
+        pieces.numbers += tensor.numel()
+        names = pieces.names.setdefault(tensor.device, [])
+        names.append(unit or self._bucket_name(len(names), tensor, modules))
+        with torch.no_grad():
+            if tensor.is_cpu:
+                began = time.perf_counter()
+                good = math.isfinite(torch.sum(tensor, dtype=torch.float32).item()) or is_finite(tensor)
+                if not good and not pieces.bad_now:
+                    pieces.bad_now = self._named_now(tensor, modules) or names[-1]
+                self._budget.spend(time.perf_counter() - began)
+                return
+            check = self._checks.get(tensor.device)
+            if check is None:
+                check = self._checks[tensor.device] = LocalCheck(tensor.device)
+            if len(names) == 1:  # not when a step is forgotten: a forked child does that too, and has no device
+                check.begin()
+            self._budget.spend(self._speed.look(check, tensor))
+
+    def _bucket_name(self, number: int, bucket: torch.Tensor, modules: Iterable[Any]) -> str:
+        """Which parameters' gradients it holds: those that have one since the last, if their sizes add up to it.
+
+        DDP lays them out anew after its first step, and then holds the same ones in the same bucket: it is enough to
+        search in the first few.
+        """
+        key = number, bucket.numel()
+        if self._steps_looked < _STEPS_SEARCHED:
+            seen = self._pieces.seen
+            new = [p for m in modules for p in m.parameters() if p.grad is not None and id(p) not in seen]
+            seen.update(map(id, new))
+            if new and sum(p.numel() for p in new) == bucket.numel():
+                first, last = (self._name(p).removeprefix(_THE_GRADIENT) for p in (new[-1], new[0]))
+                several = f"the gradients of {first} to {last}"
+                self._buckets[key] = several if len(new) > 1 else f"{_THE_GRADIENT}{first}"
+        return self._buckets.get(key) or f"the gradients of reduction {number + 1}, counted from the loss,"
+
+    def _named_now(self, bucket: torch.Tensor, modules: Iterable[Any]) -> str:
+        """The parameter nearest to the loss whose gradient is bad, while the gradients are still those of this rank.
+
+        A gradient may live in the bucket itself; then those in other buckets may be a peer's by now.
+        """
+        place = bucket.untyped_storage().data_ptr()
+        with_gradient = [
+            (parameter, gradient)
+            for module in modules
+            for parameter in module.parameters()
+            if (gradient := gradient_of(parameter)) is not None and gradient.numel()
+        ]
+        inside = [item for item in with_gradient if item[1].untyped_storage().data_ptr() == place]
+        bad = [parameter for parameter, gradient in inside or with_gradient if not is_finite(gradient)]
+        return self._name(bad[-1]) if bad else ""
+
+    def backward_ended(self) -> None:
+        """Sends for the answers: by the time the optimizer is called they may be here."""
+        pieces = self._pieces
+        if not pieces.numbers:
+            return
+        parts = [
+            (names, Reading.of(self._checks[device].sums()) if device.type == "cuda" else Reading([]))
+            for device, names in pieces.names.items()
+        ]
+        self._looked = Looked(parts, pieces.numbers, before_exchange=True, bad_now=pieces.bad_now)
+
+    def reduction_after_backward(self, parameters: Callable[[], Sequence[Any]]) -> None:
+        """The script's own exchange begins: what it has computed is still its own."""
+        if self._computed and self._looked is None and self._looking:
+            self._looked = self._look_at(parameters(), before_exchange=True)
+
+    # Where nothing was exchanged
+
+    def at_the_optimizer(self, parameters: Sequence[Any]) -> Looked | None:
+        """What is known of this step's gradients; None where the budget did not cover them."""
+        if self._looked is None and self._looking:
+            return self._look_at(parameters, before_exchange=False)
+        return self._looked
+
+    def _look_at(self, parameters: Sequence[Any], *, before_exchange: bool) -> Looked | None:
+        began = time.perf_counter()
+        by_device: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
+        for parameter in reversed(parameters):
+            gradient = gradient_of(parameter)
+            if gradient is not None and gradient.numel() and checkable(gradient):
+                names, gradients = by_device.setdefault(gradient.device, ([], []))
+                names.append(self._name(parameter))
+                gradients.append(gradient.detach())
+        parts, numbers = [], 0
+        for device, (names, gradients) in by_device.items():
+            if (norms := norms_of(gradients)) is None:
+                return None
+            parts.append((names, norms))
+            numbers += sum(gradient.numel() for gradient in gradients)
+            if device.type == "cuda":
+                self._budget.spend(self._speed.seconds(sum(gradient.nbytes for gradient in gradients)))
+        if not any(device.type == "cuda" for device in by_device):
+            self._budget.spend(time.perf_counter() - began)
+        return Looked(parts, numbers, before_exchange) if parts else None
+
+    def _name(self, parameter: Any) -> str:
+        return self._names.get(id(parameter)) or f"{_THE_GRADIENT}a parameter of shape {tuple(parameter.shape)}"
+
+
+def _fsdp_unit(frame: FrameType | None, known: Mapping[int, str]) -> str:
+    """The unit whose gradients FSDP is about to reduce, in words; empty where FSDP is not among the callers."""
+    for _ in range(_FRAMES_UP):
+        if frame is None:
+            return ""
+        called = frame.f_code.co_name
+        if called == "post_backward":
+            unit = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+            return f"the gradients of {unit or 'the root module'}"
+        if called == "_post_backward_hook":
+            return known.get(id(getattr(frame.f_locals.get("handle"), "flat_param", None)), "")
+        frame = frame.f_back
+    return ""

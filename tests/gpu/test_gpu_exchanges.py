@@ -1,0 +1,111 @@
+"""A foreign script on a GPU: its own gradients are looked at on their way into the exchange, and nobody waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model_check.rundir import RunDir, read_jsonl
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# One number of one weight's gradient, which no layer before it feels: only a look at all gradients sees it.
+SCRIPT = """
+import math, os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+waits, wrapped, bad_step = os.environ["WAITS"] == "1", os.environ["WRAPPED"], int(os.environ["BAD_STEP"])
+torch.cuda.set_device(0)
+dist.init_process_group("nccl")
+step = 0
+
+
+class Spoilt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        if step == bad_step:
+            gradient[3:4, 5:6].fill_(math.nan)
+        return gradient
+
+
+class Middle(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, Spoilt.apply(self.weight), self.bias)
+
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), Middle(4096, 4096), nn.ReLU(), nn.Linear(4096, 1)).cuda()
+if wrapped == "ddp":
+    model = DDP(model)
+elif wrapped == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+    fully_shard(model[2])
+    fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+batch = torch.randn(256, 1024, device="cuda")
+for step in range(8):
+    torch.cuda.set_sync_debug_mode("error" if 2 <= step < bad_step and not waits else "default")
+    loss = model(batch).square().mean()
+    loss.backward()
+    if waits:
+        torch.cuda.synchronize()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.cuda.set_sync_debug_mode("default")
+dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, *, waits: bool = False, wrapped: str = "ddp", bad_step: int = 4) -> list[dict[str, Any]]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    run_dir = RunDir(folder / "run")
+    ended = subprocess.run(
+        [sys.executable, "-m", "model_check", "run", "--nproc", "1", "--run-dir", str(run_dir.root), str(script)],
+        env={**os.environ, "WAITS": str(int(waits)), "WRAPPED": wrapped, "BAD_STEP": str(bad_step)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    records = read_jsonl(run_dir.events(0)).records
+    assert [record for record in records if record["event"] == "guard_failed"] == []
+    return [record for record in records if record["event"] == "nonfinite"]
+
+
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp", "none"])
+def test_a_bad_gradient_is_known_a_step_later_with_its_own_step(tmp_path: Path, wrapped: str) -> None:
+    (event,) = run(tmp_path, wrapped=wrapped)
+    assert (event["step"], event["cause"], event["direction"]) == (4, "MC402", "backward")
+    assert event["tensor"] == ("gradients of 4.bias to 2.weight" if wrapped == "ddp" else "gradient of 2.weight")
+    late = "inferred: the weights were overwritten before a check that makes nobody wait could know"
+    assert event["evidence"][1] == late
+
+
+def test_where_the_script_waits_for_the_device_the_step_is_replayed_in_time(tmp_path: Path) -> None:
+    (event,) = run(tmp_path, waits=True)
+    assert (event["step"], event["cause"], event["deterministic"]) == (4, "MC402", True)
+    assert "2.weight" in event["evidence"][0]
+    assert "derivative of Spoilt is NaN" in " ".join(event["evidence"])
+
+
+def test_a_healthy_script_never_waits_and_is_left_alone(tmp_path: Path) -> None:
+    assert run(tmp_path, bad_step=99) == []
