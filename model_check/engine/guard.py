@@ -108,19 +108,29 @@ class Guard:
             self._last_good_scale = info.scale
             self._before.append(StepNumbers(info.loss, info.grad_norm, info.lr))
 
-    def handle(self, info: StepInfo, inputs: StepInputs) -> Outcome | None:
-        """Explains a bad step, with all ranks; None where the run just goes on, since enough were explained."""
-        action = self._wanted
+    @property
+    def wants_back(self) -> bool:
+        """After a bad step the run is to go back, if there is a checkpoint."""
+        return self._wanted == "rollback" and self._rollbacks < MOST_ROLLBACKS
+
+    def handle(self, info: StepInfo, inputs: StepInputs, *, can_go_back: bool) -> Outcome | None:
+        """Explains a bad step, with all ranks; None where the run just goes on, since enough were explained.
+
+        can_go_back: there is a checkpoint to go back to
+        """
+        action, why = self._wanted, ""
         self._explained += 1
         if action == "skip" and self._explained > MOST_EXPLAINED:
             self._train_step.release()
             return None
-        if action == "rollback":
-            self._rollbacks += 1
-            action = "halt" if self._rollbacks > MOST_ROLLBACKS else action
+        if action == "rollback" and not (self.wants_back and can_go_back):
+            action = "halt"
+            why = f"the run went back {self._rollbacks} times" if self._rollbacks else "there is no checkpoint"
+            why = f"observed: {why}, so it stops instead of going back (debug.on_nan)"
+        self._rollbacks += action == "rollback"
         with span("eval", "replay of a step that is not finite"):
             explanation = self._explain(info, inputs)
-            dump = self._report(explanation, action)
+            dump = self._report(explanation, action, why)
         self._train_step.optimizer.zero_grad(set_to_none=True)
         self._train_step.release()
         self.dumped = dump is not None and bool(dump.files)
@@ -217,13 +227,13 @@ class Guard:
 
     # Telling
 
-    def _report(self, found: Explanation, action: str) -> Dumped | None:
-        """Only ranks that made a bad number report; the lowest also prints."""
+    def _report(self, found: Explanation, action: str, why: str) -> Dumped | None:
+        """Only ranks that made a bad number report; the lowest also prints. `why`: not the action asked for."""
         is_reporter = self._place.rank == found.agreed.reporter
         if not found.is_own and not is_reporter:
             return None
         dump = self._dump(found, "" if is_reporter else f"_rank_{self._place.rank}")
-        evidence = found.evidence(dump)
+        evidence = [*found.evidence(dump), *([why] if why else [])]
         if not found.agreed.reproduced and found.is_own:
             evidence.append(f"observed: rank {self._place.rank} runs on {_device_text(self._place)}")
         BOX.event(
