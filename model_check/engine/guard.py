@@ -143,7 +143,7 @@ class Guard:
         weights = WeightFacts(self._weight_size, _widest_gain(self._model), _largest_weight(self._model))
         replayer = Replayer(self._train_step, self._model, _shown)
         replayed = self._replay(replayer, info, inputs)
-        agreed = self._agree(info, replayed)
+        agreed = self._agree(info, replayed, together=replayer.together)
         rows = self._bad_rows(replayer, inputs) if agreed.forward else None
         cause = judge_cause(self._situation(info, inputs, replayed, agreed, rows, weights))
         found = Explanation(self._place.rank, info, inputs, replayed, agreed, cause, rows)
@@ -165,13 +165,17 @@ class Guard:
                 ) from failure
             return Replayed.failed(failure, info)
 
-    def _agree(self, info: StepInfo, replayed: Replayed) -> Agreed:
-        forward = replayed.origin is not None and replayed.origin.direction == "forward"
-        seen = self._gather((replayed.own_fault, replayed.largest_gradient, info.own_fault, forward))
+    def _agree(self, info: StepInfo, replayed: Replayed, *, together: bool) -> Agreed:
+        origin = replayed.origin
+        forward = origin is not None and origin.direction == "forward"
+        received = together and origin is not None and origin.received
+        seen = self._gather((replayed.own_fault, replayed.largest_gradient, info.own_fault, forward, received))
         guilty = [rank for rank, (fault, *_) in enumerate(seen) if fault]
         if info.scale > 1.0 and any(each[3] for each in seen):
             # Beside a loss that is bad, a scaled gradient that overflows is a matter of the scale, and no fault.
             guilty = [rank for rank, each in enumerate(seen) if each[3]]
+        # A stage of a pipeline, or a rank that has its part of every layer, is handed what another one made.
+        guilty = [rank for rank in guilty if not seen[rank][4]] or guilty
         if not guilty:
             # All gradients are finite, and their norm is not: its square left the range.
             guilty = [rank for rank, (_, largest, *_) in enumerate(seen) if largest > _OVERFLOWING]
