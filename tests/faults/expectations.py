@@ -269,7 +269,6 @@ TRENDS = (
         says=("body.weight gets no gradient", "body.bias", "head.weight"),
     ),
     slow("penalty_sign", "MC416", (0, 1), exit_code=0, says=("gradient norm", "largest part of it is that of 2.")),
-    slow("outputs_grow", "MC416", (0,), nproc=1, exit_code=0, says=("largest output of the model",)),
 )
 
 FAULTS: tuple[Fault, ...] = (
