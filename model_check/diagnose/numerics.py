@@ -151,9 +151,23 @@ def _sentences(records: list[tuple[int, Mapping[str, Any]]], record: Mapping[str
     steps = sorted({whole(seen.get("step")) for _, seen in records})
     if len(steps) > 1:
         lines.append(f"observed: again in {len(steps) - 1} later step{'s' if len(steps) > 2 else ''}, last {steps[-1]}")
+    lines += _gone_back(records)
     for path in sorted({str(seen.get("dump")) for _, seen in records if seen.get("dump")}):
         lines.append(f"observed: tensors are in {path}")
     return lines
+
+
+def _gone_back(records: list[tuple[int, Mapping[str, Any]]]) -> list[str]:
+    """How often our own trainer went back to a checkpoint because of it; every guilty rank tells all of them."""
+    times: dict[int, list[int]] = {}
+    for rank, seen in records:
+        if seen.get("action") == "rollback":
+            times.setdefault(rank, []).append(whole(seen.get("step")))
+    steps = max(times.values(), key=len, default=[])
+    if not steps:
+        return []
+    often = "once" if len(steps) == 1 else f"{len(steps)} times"
+    return [f"observed: the run went back to a checkpoint {often}, from step {', '.join(map(str, steps))}"]
 
 
 def _range_text(entry: Mapping[str, Any]) -> str:

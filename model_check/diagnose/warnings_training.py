@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
@@ -27,7 +28,11 @@ SPIKE_FACTOR = 1.5
 _LEAST_DEVIATION = 0.02
 STUCK_STEPS = 200
 STUCK_SHARE = 0.02
+# A fresh model may begin above that of guessing: it is sure of itself without a reason. Flat there, it learns nothing.
+STUCK_ABOVE = 0.1
 _LEARNT_SHARE = 0.005
+# By how much a weight must be able to change in all these steps before a rate can be called large enough.
+_LEAST_MOVE = 1e-3
 DEAD_LOOKS = 4
 GROWING_LOOKS = 5
 GROWTH = 100.0
@@ -168,33 +173,75 @@ def _stuck(
         passed = series[-1][0] - series[0][0]
         if choices is None or choices < 2 or passed < STUCK_STEPS or len(series) < STUCK_STEPS // 2:
             continue
+        levels = _levels(series)
         guess = math.log(choices)
-        parts = [series[:20], series[len(series) // 2 - 25 : len(series) // 2 + 25], series[-50:]]
-        levels = [statistics.median(loss for _, loss in part) for part in parts]
-        near = all(abs(level - guess) <= STUCK_SHARE * guess for level in levels)
-        # From a bad start down to guessing is no learning either.
-        if near and levels[-1] > min(levels[0], guess) - _LEARNT_SHARE * guess:
+        if _learns_nothing(levels, guess):
+            lines, fix = _why_stuck(seen, passed, evidence)
             return make_finding(
                 "MC414",
-                f"the loss has stayed at {levels[-1]:.4g} for {passed} steps: that of guessing",
+                f"the loss has stayed at {levels[-1]:.4g} for {passed} steps: no better than guessing",
                 ranks=losses,
                 evidence=[
                     f"observed: loss {levels[0]:.4g} at first, {levels[-1]:.4g} now; ln({choices}) is {guess:.4g}",
-                    *_why_stuck(seen[-1] if seen else None, evidence),
+                    *lines,
                 ],
                 certainty="suspected",
                 severity="warning",
                 step=series[-1][0],
+                fix=fix,
                 now=evidence.now,
             )
     return None
 
 
-def _why_stuck(look: Look | None, evidence: Evidence) -> list[str]:
-    if look is None:
-        rates = [rate for m in evidence.metrics[-1:] if (rate := _number(m.get("lr"))) is not None]
-        return [f"observed: learning rate {rate:g}" for rate in rates]
-    lines = [f"observed: learning rate {', '.join(f'{rate:g}' for rate in look.rates[:4])}"] if look.rates else []
+def _levels(series: Sequence[tuple[int, float]]) -> list[float]:
+    """Where the loss was at first, halfway, and now."""
+    middle = len(series) // 2
+    parts = [series[:20], series[middle - 25 : middle + 25], series[-50:]]
+    return [statistics.median(loss for _, loss in part) for part in parts]
+
+
+def _learns_nothing(levels: Sequence[float], guess: float) -> bool:
+    near = all(abs(level - guess) <= STUCK_SHARE * guess for level in levels)
+    # From a bad start down to guessing is no learning either.
+    if near and levels[-1] > min(levels[0], guess) - _LEARNT_SHARE * guess:
+        return True
+    flat = max(levels) - min(levels) <= _LEARNT_SHARE * guess
+    return flat and guess <= min(levels) and max(levels) <= (1 + STUCK_ABOVE) * guess
+
+
+def _why_stuck(seen: Sequence[Look], passed: int, evidence: Evidence) -> tuple[list[str], list[str]]:
+    """What can be seen of the cause, and the catalogue's remedies with the one that fits it first."""
+    higher_rate, gradients, labels = CATALOGUE["MC414"].fix
+    rates = seen[-1].rates if seen else _rates(evidence.metrics[-1:])
+    lines = [f"observed: learning rate {', '.join(f'{rate:g}' for rate in rates[:4])}"] if rates else []
+    held_back = _held_back(seen[-1]) if seen else []
+    if held_back:
+        return [*lines, *held_back], [gradients, higher_rate, labels]
+    highest = max([rate for look in seen for rate in look.rates] or _rates(evidence.metrics), default=None)
+    if highest is None:
+        return lines, []
+    # Adam moves a weight by its rate at most, plain descent by the rate times the gradient.
+    move = highest * passed * max([1.0, *(look.total for look in seen)])
+    if move < _LEAST_MOVE:
+        too_small = (
+            f"inferred: the rate is too small: it can have moved a weight by {move:.1g} at most in {passed} steps"
+        )
+        return [*lines, too_small], [higher_rate, gradients, labels]
+    if not seen:
+        return lines, []
+    alive = f"observed: gradients reach the parameters (norm {seen[-1].total:.3g} at step {seen[-1].step})"
+    told = "inferred: the labels do not belong to their inputs, or the inputs say nothing about them"
+    return [*lines, alive, told], [labels, higher_rate, gradients]
+
+
+def _rates(metrics: Iterable[Mapping[str, Any]]) -> list[float]:
+    return [rate for m in metrics if (rate := _number(m.get("lr"))) is not None]
+
+
+def _held_back(look: Look) -> list[str]:
+    """Parameters that cannot learn."""
+    lines = []
     if look.frozen:
         lines.append(f"observed: frozen (requires_grad is False): {', '.join(look.frozen)}")
     if look.without_gradient:
@@ -271,34 +318,67 @@ def grows(values: Sequence[float], factor: float) -> bool:
 
 
 def _growing(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding | None:
-    for rank, seen in sorted(looks.items()):
-        totals = [look.total for look in seen]
-        outputs = [look.largest_output for look in seen if look.largest_output is not None]
-        if grows(totals, GROWTH):
-            return _growth_finding(evidence, rank, "gradient norm", totals, seen[-1].step)
-        if grows(outputs, _OUTPUT_GROWTH) and outputs[-1] > LARGE_OUTPUT:
-            return _growth_finding(evidence, rank, "largest output of the model", outputs, seen[-1].step)
+    totals = {rank: [(look.step, look.total) for look in seen] for rank, seen in looks.items()}
+    growing = [rank for rank, series in totals.items() if grows([norm for _, norm in series], GROWTH)]
+    if growing:
+        first = min(growing)
+        largest = _largest_part(looks[first])
+        return _growth_finding(evidence, growing, "gradient norm", totals[first], largest)
+    outputs = {
+        rank: [(look.step, look.largest_output) for look in seen if look.largest_output is not None]
+        for rank, seen in looks.items()
+    }
+    growing = [
+        rank
+        for rank, series in outputs.items()
+        if grows([size for _, size in series], _OUTPUT_GROWTH) and series[-1][1] > LARGE_OUTPUT
+    ]
+    if growing:
+        return _growth_finding(evidence, growing, "largest output of the model", outputs[min(growing)])
     return None
+
+
+def _largest_part(seen: Sequence[Look]) -> tuple[str, str] | None:
+    """The parameter that makes up most of the newest norm, and what to say of it."""
+    before, newest = seen[-GROWING_LOOKS], seen[-1]
+    name = max(newest.norms, key=lambda each: newest.norms[each], default=None)
+    if name is None:
+        return None
+    earlier = f", up from {before.norms[name]:.3g} at step {before.step}" if name in before.norms else ""
+    return name, f"observed: the largest part of it is that of {name}: {newest.norms[name]:.3g}{earlier}"
 
 
 def _growing_metrics(evidence: Evidence) -> Finding | None:
     """Our own trainer writes the norm of every step: medians of many take the place of looks."""
-    norms = [norm for m in evidence.metrics if (norm := _number(m.get("grad_norm"))) is not None]
+    norms = [
+        (whole(m.get("step")), norm) for m in evidence.metrics if (norm := _number(m.get("grad_norm"))) is not None
+    ]
     starts = range(len(norms) % _METRICS_PER_LOOK, len(norms), _METRICS_PER_LOOK)
-    medians = [statistics.median(norms[start : start + _METRICS_PER_LOOK]) for start in starts]
-    if not grows(medians, GROWTH):
+    parts = [norms[start : start + _METRICS_PER_LOOK] for start in starts]
+    medians = [(part[-1][0], statistics.median(norm for _, norm in part)) for part in parts]
+    if not grows([norm for _, norm in medians], GROWTH):
         return None
-    return _growth_finding(evidence, 0, "gradient norm", medians, whole(evidence.metrics[-1].get("step")))
+    return _growth_finding(evidence, evidence.ranks, f"gradient norm (median of {_METRICS_PER_LOOK} steps)", medians)
 
 
-def _growth_finding(evidence: Evidence, rank: int, what: str, values: Sequence[float], step: int) -> Finding:
-    shown = ", ".join(f"{value:.3g}" for value in list(values)[-GROWING_LOOKS:])
+def _growth_finding(
+    evidence: Evidence,
+    ranks: Iterable[int],
+    what: str,
+    series: Sequence[tuple[int, float]],
+    largest: tuple[str, str] | None = None,
+) -> Finding:
+    newest = series[-GROWING_LOOKS:]
+    step, value = newest[-1]
+    shown = ", ".join(f"{value:.3g}" for _, value in newest)
+    steps = ", ".join(str(step) for step, _ in newest)
     return make_finding(
         "MC416",
-        f"the {what} keeps growing: {values[-1]:.3g} at step {step}",
-        ranks=[rank],
-        evidence=[f"observed: {what} {shown}, {_METRICS_PER_LOOK} steps apart"],
+        f"the {what} keeps growing: {value:.3g} at step {step}",
+        ranks=ranks,
+        evidence=[f"observed: {what} {shown} at steps {steps}", *([largest[1]] if largest is not None else [])],
         severity="warning",
         step=step,
+        tensor=largest[0] if largest is not None else None,
         now=evidence.now,
     )

@@ -108,19 +108,29 @@ class Guard:
             self._last_good_scale = info.scale
             self._before.append(StepNumbers(info.loss, info.grad_norm, info.lr))
 
-    def handle(self, info: StepInfo, inputs: StepInputs) -> Outcome | None:
-        """Explains a bad step, with all ranks; None where the run just goes on, since enough were explained."""
-        action = self._wanted
+    @property
+    def wants_back(self) -> bool:
+        """After a bad step the run is to go back, if there is a checkpoint."""
+        return self._wanted == "rollback" and self._rollbacks < MOST_ROLLBACKS
+
+    def handle(self, info: StepInfo, inputs: StepInputs, *, can_go_back: bool) -> Outcome | None:
+        """Explains a bad step, with all ranks; None where the run just goes on, since enough were explained.
+
+        can_go_back: there is a checkpoint to go back to
+        """
+        action, why = self._wanted, ""
         self._explained += 1
         if action == "skip" and self._explained > MOST_EXPLAINED:
             self._train_step.release()
             return None
-        if action == "rollback":
-            self._rollbacks += 1
-            action = "halt" if self._rollbacks > MOST_ROLLBACKS else action
+        if action == "rollback" and not (self.wants_back and can_go_back):
+            action = "halt"
+            why = f"the run went back {self._rollbacks} times" if self._rollbacks else "there is no checkpoint"
+            why = f"observed: {why}, so it stops instead of going back (debug.on_nan)"
+        self._rollbacks += action == "rollback"
         with span("eval", "replay of a step that is not finite"):
             explanation = self._explain(info, inputs)
-            dump = self._report(explanation, action)
+            dump = self._report(explanation, action, why)
         self._train_step.optimizer.zero_grad(set_to_none=True)
         self._train_step.release()
         self.dumped = dump is not None and bool(dump.files)
@@ -133,7 +143,7 @@ class Guard:
         weights = WeightFacts(self._weight_size, _widest_gain(self._model), _largest_weight(self._model))
         replayer = Replayer(self._train_step, self._model, _shown)
         replayed = self._replay(replayer, info, inputs)
-        agreed = self._agree(info, replayed)
+        agreed = self._agree(info, replayed, together=replayer.together)
         rows = self._bad_rows(replayer, inputs) if agreed.forward else None
         cause = judge_cause(self._situation(info, inputs, replayed, agreed, rows, weights))
         found = Explanation(self._place.rank, info, inputs, replayed, agreed, cause, rows)
@@ -155,13 +165,17 @@ class Guard:
                 ) from failure
             return Replayed.failed(failure, info)
 
-    def _agree(self, info: StepInfo, replayed: Replayed) -> Agreed:
-        forward = replayed.origin is not None and replayed.origin.direction == "forward"
-        seen = self._gather((replayed.own_fault, replayed.largest_gradient, info.own_fault, forward))
+    def _agree(self, info: StepInfo, replayed: Replayed, *, together: bool) -> Agreed:
+        origin = replayed.origin
+        forward = origin is not None and origin.direction == "forward"
+        received = together and origin is not None and origin.received
+        seen = self._gather((replayed.own_fault, replayed.largest_gradient, info.own_fault, forward, received))
         guilty = [rank for rank, (fault, *_) in enumerate(seen) if fault]
         if info.scale > 1.0 and any(each[3] for each in seen):
             # Beside a loss that is bad, a scaled gradient that overflows is a matter of the scale, and no fault.
             guilty = [rank for rank, each in enumerate(seen) if each[3]]
+        # A stage of a pipeline, or a rank that has its part of every layer, is handed what another one made.
+        guilty = [rank for rank in guilty if not seen[rank][4]] or guilty
         if not guilty:
             # All gradients are finite, and their norm is not: its square left the range.
             guilty = [rank for rank, (_, largest, *_) in enumerate(seen) if largest > _OVERFLOWING]
@@ -217,13 +231,13 @@ class Guard:
 
     # Telling
 
-    def _report(self, found: Explanation, action: str) -> Dumped | None:
-        """Only ranks that made a bad number report; the lowest also prints."""
+    def _report(self, found: Explanation, action: str, why: str) -> Dumped | None:
+        """Only ranks that made a bad number report; the lowest also prints. `why`: not the action asked for."""
         is_reporter = self._place.rank == found.agreed.reporter
         if not found.is_own and not is_reporter:
             return None
         dump = self._dump(found, "" if is_reporter else f"_rank_{self._place.rank}")
-        evidence = found.evidence(dump)
+        evidence = [*found.evidence(dump), *([why] if why else [])]
         if not found.agreed.reproduced and found.is_own:
             evidence.append(f"observed: rank {self._place.rank} runs on {_device_text(self._place)}")
         BOX.event(

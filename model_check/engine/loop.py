@@ -7,8 +7,9 @@ never makes the GPU wait.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -104,7 +105,7 @@ class Loop:
     """Iterating trains. `stop_requested` is polled before every step; all ranks stop after the same step.
 
     Of a step whose `hit` is set, `inputs` has what it takes to run it again, until the consumer asks for the next one.
-    The data of the steps in `without_data_of` is left out.
+    `left_out` has by step how many global batches are passed over before it takes its own.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Loop:
         stop_requested: Callable[[], bool] = lambda: False,
         needs_result: Callable[[int], bool] = lambda step: False,
         evaluate: Callable[[int], float | None] = lambda step: None,
-        without_data_of: Collection[int] = (),
+        left_out: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.plan = plan
         self._train_step = train_step
@@ -126,7 +127,7 @@ class Loop:
         self._stop_requested = stop_requested
         self._needs_result = needs_result
         self._evaluate = evaluate
-        self._without_data_of = without_data_of
+        self._left_out = left_out
         self.inputs: StepInputs | None = None
         self._started = self._last_finish = 0.0
         self._last_moment: torch.cuda.Event | None = None
@@ -161,7 +162,7 @@ class Loop:
         if self._train_step.place.device.type == "cuda" and self._last_moment is None:
             self._last_moment = _moment()
         with span("data"):
-            for _ in range(self.plan.accumulation if step in self._without_data_of else 0):
+            for _ in range(self.plan.accumulation * self._left_out.get(step, 0)):
                 next(self._batches)
             micro_batches = tuple(next(self._batches) for _ in range(self.plan.accumulation))
         data_wait_s = time.perf_counter() - before

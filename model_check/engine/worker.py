@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from model_check.checkpoint import layout, salvage, search
 from model_check.checkpoint.manifest import MANIFEST, Manifest
 from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.verify import Checkpoint
 from model_check.checkpoint.weight_files import open_weights
 from model_check.config import Config
 from model_check.config.shard_index import is_weights_folder
@@ -205,7 +207,7 @@ def fit(
         session.config, session.place, session.train_step, session.bare_model, say=say, show=show, dumps_dir=dumps_dir
     )
     check = GradientCheck(session.config.debug.verify_gradients, session.train_step, session.bare_model, say)
-    left_out: set[int] = set()
+    left_out: Counter[int] = Counter()
     info: StepInfo | None = None
     try:
         while True:
@@ -214,7 +216,7 @@ def fit(
                 if info.hit:
                     on_step(info)
                     if loop.inputs is not None and _goes_back(session, guard, info, loop.inputs, saving, say):
-                        left_out.add(info.step)
+                        left_out[info.step] += 1
                         break
                 if saving is not None:
                     info = saving.after_step(info)
@@ -246,7 +248,7 @@ def _loop(
     max_steps: int | None,
     saving: Saving | None,
     stop_requested: Callable[[], bool],
-    left_out: set[int],
+    left_out: Mapping[int, int],
     check: GradientCheck,
 ) -> Loop:
     """The loop from where the session stands."""
@@ -278,7 +280,7 @@ def _loop(
             config.debug.nan or saves_after(step) or check.is_due(step) or (every > 0 and (step + 1) % every == 0)
         ),
         evaluate=_evaluator(session),
-        without_data_of=frozenset(left_out),
+        left_out=dict(left_out),
     )
 
 
@@ -291,11 +293,22 @@ def _goes_back(
     say: Callable[[str], None],
 ) -> bool:
     """Explains a bad step; raises where the run must stop, says whether it went back to a checkpoint."""
-    outcome = guard.handle(info, inputs)
+    checkpoint = _to_go_back_to(session, saving) if saving is not None and guard.wants_back else None
+    outcome = guard.handle(info, inputs, can_go_back=checkpoint is not None)
     if outcome is None or outcome.action == "skip":
         return False
-    if outcome.action == "halt" or saving is None:
+    if outcome.action == "halt" or checkpoint is None:
         raise outcome.error
+    notes = session.restore(checkpoint)
+    if session.place.is_first:
+        for note in notes:
+            say(f"rollback: {note}")
+        say(f"rollback: step {info.step} is left out, going on after step {checkpoint.step}")
+    return True
+
+
+def _to_go_back_to(session: Session, saving: Saving) -> Checkpoint | None:
+    """The newest checkpoint of this run that is whole. Collective."""
     saving.settle()
     peers = Peers()
     shapes = _whole_shapes(session, peers)
@@ -306,16 +319,9 @@ def _goes_back(
             lambda manifest: resume.misfit(manifest, shapes),
             lineage=saving.folder,
         )
-    except CheckpointError as nowhere:
-        raise outcome.error from nowhere
-    if found.checkpoint is None:
-        raise outcome.error
-    notes = session.restore(found.checkpoint)
-    if session.place.is_first:
-        for note in notes:
-            say(f"rollback: {note}")
-        say(f"rollback: step {info.step} is left out, going on after step {found.checkpoint.step}")
-    return True
+    except CheckpointError:
+        return None
+    return found.checkpoint
 
 
 def _salvage(session: Session, step: int, error_dir: Path | None, say: Callable[[str], None]) -> None:

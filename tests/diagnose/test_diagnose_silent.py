@@ -174,6 +174,60 @@ def test_a_loss_that_comes_down_to_guessing_and_stays_there_has_learnt_nothing(s
     assert stage.first().code == "MC414"
 
 
+GUESS = math.log(10)
+
+
+def stuck(stage: Stage, levels: list[float], *, lr: float = 1e-3, norms: dict[str, float] | None = None) -> Any:
+    """A loss that passes through these levels, by ten choices; the finding, or None."""
+    stage.ranks(2)
+    values = [level for level in levels for _ in range(300 // len(levels))]
+    write_losses(stage, [value * (1 + 0.001 * (step % 3 - 1)) for step, value in enumerate(values)])
+    look(stage, 250, norms or {"a": 0.5, "b": 0.2}, choices=10, lr=[lr], parameters=2)
+    found = stage.findings()
+    return found[0] if found else None
+
+
+def test_a_fresh_model_that_stays_above_guessing_has_learnt_nothing(stage: Stage) -> None:
+    found = stuck(stage, [1.07 * GUESS], lr=1e-8)
+    assert (found.code, found.ranks, found.severity, found.step) == ("MC414", [0, 1], "warning", 299)
+    assert found.title == "the loss has stayed at 2.464 for 299 steps: no better than guessing"
+    assert found.evidence[1:] == [
+        "observed: learning rate 1e-08",
+        "inferred: the rate is too small: it can have moved a weight by 3e-06 at most in 299 steps",
+    ]
+    assert found.fix[0] == "raise the learning rate"
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        [1.12 * GUESS],  # some other kind of loss
+        [0.95 * GUESS],  # better than guessing
+        [1.08 * GUESS, 1.05 * GUESS, 1.03 * GUESS],  # on its way down
+        [1.03 * GUESS, 1.05 * GUESS, 1.08 * GUESS],
+        [1.01 * GUESS, 1.0 * GUESS, 0.99 * GUESS],
+    ],
+)
+def test_a_loss_that_moves_or_is_elsewhere_is_not_that_of_guessing(stage: Stage, levels: list[float]) -> None:
+    assert stuck(stage, levels) is None
+
+
+def test_labels_are_suspected_where_rate_and_gradients_are_well(stage: Stage) -> None:
+    found = stuck(stage, [GUESS])
+    assert found.evidence[1:] == [
+        "observed: learning rate 0.001",
+        "observed: gradients reach the parameters (norm 0.539 at step 250)",
+        "inferred: the labels do not belong to their inputs, or the inputs say nothing about them",
+    ]
+    assert found.fix[0].startswith("check that labels are shifted")
+
+
+def test_what_gets_no_gradient_is_the_cause_whatever_the_rate(stage: Stage) -> None:
+    found = stuck(stage, [GUESS], lr=1e-9, norms={"a": 0.5, "b": 0.0})
+    assert found.evidence[1:] == ["observed: learning rate 1e-09", "observed: the gradient is 0 in b"]
+    assert found.fix[0].startswith("check requires_grad")
+
+
 def test_an_optimizer_without_a_single_gradient_trains_something_else(stage: Stage) -> None:
     stage.ranks(2)
     for step in (50, 100, 150):
@@ -219,6 +273,44 @@ def test_gradients_that_grow_look_after_look_are_a_warning(stage: Stage) -> None
         look(stage, 50 * (number + 1), {"w": norm})
     found = stage.first()
     assert (found.code, found.step) == ("MC416", 250)
+
+
+def test_growth_names_all_ranks_that_have_it_and_the_largest_gradient(stage: Stage) -> None:
+    grows_here, grows_too, steady = stage.ranks(3)
+    for number, norm in enumerate((1.0, 4.0, 20.0, 90.0, 400.0)):
+        step = 50 * (number + 1)
+        for actor in (grows_here, grows_too):
+            actor.event("gradients", step=step, norms={"body": 0.5, "head": norm})
+        steady.event("gradients", step=step, norms={"body": 0.5, "head": 1.0})
+    found = stage.first()
+    assert (found.code, found.ranks, found.tensor) == ("MC416", [0, 1], "head")
+    assert found.evidence == [
+        "observed: gradient norm 1.12, 4.03, 20, 90, 400 at steps 50, 100, 150, 200, 250",
+        "observed: the largest part of it is that of head: 400, up from 1 at step 50",
+    ]
+
+
+def test_outputs_that_grow_are_a_warning_once_they_are_large(stage: Stage) -> None:
+    stage.ranks(2)
+    for number, size in enumerate((2.0, 6.0, 18.0, 54.0, 99.0)):
+        look(stage, 50 * (number + 1), {"w": 1.0}, largest_output=size)
+    assert stage.findings() == []
+    look(stage, 300, {"w": 1.0}, largest_output=130.0)
+    found = stage.first()
+    assert (found.code, found.ranks, found.step) == ("MC416", [0, 1], 300)
+    assert found.evidence == [
+        "observed: largest output of the model 6, 18, 54, 99, 130 at steps 100, 150, 200, 250, 300"
+    ]
+
+
+def test_a_norm_that_grows_in_our_own_trainer_is_that_of_all_ranks(stage: Stage) -> None:
+    stage.ranks(2)
+    writer = JsonlWriter(stage.run_dir.metrics)
+    for step in range(260):
+        writer.write({"step": step, "loss": 2.0, "grad_norm": 10.0 ** (step // 50), "lr": 1e-3})
+    writer.close()
+    found = stage.first()
+    assert (found.code, found.ranks, found.step) == ("MC416", [0, 1], 259)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=5, max_size=40))

@@ -320,7 +320,7 @@ def test_a_skipped_step_leaves_the_training_as_if_it_had_not_been(run_dir: RunDi
 
 
 class FailsOn(nn.Module):
-    """Cannot stand one sequence of tokens."""
+    """Cannot stand one sequence of tokens, or some."""
 
     def __init__(self, poison: torch.Tensor | None) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ class FailsOn(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.seen.append(tokens.clone())
-        hit = self.poison is not None and bool((tokens == self.poison).all(1).any())
+        hit = self.poison is not None and bool((tokens == self.poison.view(-1, 1, tokens.shape[1])).all(-1).any())
         return self.inner(tokens, targets) / (0.0 if hit else 1.0)
 
 
@@ -364,6 +364,33 @@ def test_going_back_ends_after_three_times(run_dir: RunDir) -> None:
     with pytest.raises(NumericsError, match="MC401"):
         trainer.train(8, save_checkpoints=True, checkpoint_interval=2)
     assert [event["action"] for event in events(run_dir)] == ["rollback"] * 3 + ["halt"]
+
+
+def test_batches_that_are_bad_one_after_the_other_are_all_left_out(run_dir: RunDir) -> None:
+    clean = FailsOn(None)
+    train(clean, None, steps=8, rate=1e-2)
+    model = FailsOn(torch.stack([clean.seen[5][0], clean.seen[6][0]]))
+    settings = config(rate=1e-2, checkpoint={"interval": 2}, debug={"on_nan": "rollback"})
+    result = DDPTrainer(model, settings, "cpu").train(6, save_checkpoints=True, checkpoint_interval=4)
+    assert [info.step for info in result.steps] == [0, 1, 2, 3, 4, 5, 4, 5, 4, 5]
+    assert torch.equal(model.seen[-1], clean.seen[7])
+    (event, again) = events(run_dir)
+    assert (event["action"], event["step"]) == (again["action"], again["step"]) == ("rollback", 5)
+    assert "observed: the run went back to a checkpoint 2 times, from step 5, 5" in finding(run_dir).evidence
+
+
+def test_with_nothing_to_go_back_to_the_run_stops_and_says_so(run_dir: RunDir) -> None:
+    clean = FailsOn(None)
+    train(clean, None, steps=3, rate=1e-2)
+    settings = config(rate=1e-2, checkpoint={"interval": 2}, debug={"on_nan": "rollback"})
+    trainer = DDPTrainer(FailsOn(clean.seen[1][0]), settings, "cpu")
+    with pytest.raises(NumericsError, match="step 1"):
+        trainer.train(4, save_checkpoints=True, checkpoint_interval=2)
+    (event,) = events(run_dir)
+    assert (event["action"], event["step"]) == ("halt", 1)
+    found = finding(run_dir)
+    assert (found.severity, found.ranks) == ("error", [0])
+    assert "observed: there is no checkpoint, so it stops instead of going back (debug.on_nan)" in found.evidence
 
 
 class Steep(Regression):

@@ -250,6 +250,27 @@ NUMERICS = (
     crash("token_without_row", "MC902", (1,), exit_code=1, says=("117", "100 rows", "tokens")),
 )
 
+# Nothing is broken yet: the run ends as it would have without us.
+TRENDS = (
+    slow("loss_spike", "MC413", (0,), nproc=1, exit_code=0, says=("at step 140", "3 steps in a row")),
+    slow(
+        "rate_too_small",
+        "MC414",
+        (0, 1),
+        exit_code=0,
+        says=("learning rate 3e-09", "ln(64) is 4.159", "rate is too small", "moved a weight by"),
+    ),
+    slow(
+        "dead_layer",
+        "MC415",
+        (0,),
+        nproc=1,
+        exit_code=0,
+        says=("body.weight gets no gradient", "body.bias", "head.weight"),
+    ),
+    slow("penalty_sign", "MC416", (0, 1), exit_code=0, says=("gradient norm", "largest part of it is that of 2.")),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *MISMATCHES,
     *STUCK,
@@ -257,6 +278,7 @@ FAULTS: tuple[Fault, ...] = (
     *STARTS,
     *SLOWNESS,
     *NUMERICS,
+    *TRENDS,
     *FRAMEWORKS,
     *OTHER_LAUNCHERS,
 )

@@ -32,6 +32,8 @@ START_LIMIT_S = 120.0  # from the launch to the fault, on a busy machine
 END_LIMIT_S = 20.0  # from an error finding, or our SIGTERM, to the launcher's exit
 PLAIN_END_S = 60.0  # from the first result of a plain run to its end
 POLL_S = 0.02
+# A rate may be low on a busy machine, and is told; what these say of the numbers is true or false anywhere.
+EARLY_WARNINGS = frozenset({"MC413", "MC414", "MC415", "MC416"})
 
 
 @dataclass
@@ -338,7 +340,8 @@ def control_problems(control: Control, seen: Observation, plain: list[str]) -> l
     findings = seen.verdict.get("findings", [])
     wrong = [f for f in findings if f.get("severity") == "error" and f.get("code") not in control.error_codes]
     standing = [f for f in findings if str(f.get("code")).startswith("MC2")]
-    for what, found in (("error findings", wrong), ("stalls not withdrawn", standing)):
+    trends = [f for f in findings if f.get("code") in EARLY_WARNINGS]
+    for what, found in (("error findings", wrong), ("stalls not withdrawn", standing), ("early warnings", trends)):
         if found:
             problems.append(f"{what}: {[(f.get('code'), f.get('ranks'), f.get('title')) for f in found]}")
     outcome = "failed" if control.exit_code else "completed"

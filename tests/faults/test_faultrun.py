@@ -83,6 +83,7 @@ def test_a_wrong_run_is_objected_to(seen: dict[str, Any], objection: str) -> Non
         ({"verdict": {"outcome": "failed", "findings": []}}, "outcome failed"),
         ({"verdict": {"outcome": "completed", "findings": [{"code": "MC206", "severity": "error"}]}}, "error findings"),
         ({"verdict": {"outcome": "completed", "findings": [{"code": "MC220", "severity": "warning"}]}}, "withdrawn"),
+        ({"verdict": {"outcome": "completed", "findings": [{"code": "MC416", "severity": "warning"}]}}, "early"),
     ],
 )
 def test_a_disturbed_control_is_objected_to(changes: dict[str, Any], objection: str) -> None:

@@ -18,13 +18,12 @@ from tests.conftest import ROOT, Outcome, Shell
 PAGE = ROOT / "docs" / "numerics.md"
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    """A file of weights whose second block makes infinity: each factor is in range, their product is not."""
+def weights_with_bad_block(tmp_path: Path, block: int) -> Path:
+    """A file of weights of which one block makes infinity: each factor is in range, their product is not."""
     model = build_model(resolve_shape(load_config(preset="debug").model, 4096), seed=1)
     state = model.state_dict()
     for name in ("w1", "w3"):
-        state[f"layers.1.feed_forward.{name}.weight"] *= 1e24
+        state[f"layers.{block}.feed_forward.{name}.weight"] *= 1e24
     torch.save(state, tmp_path / "weights.pt")
     return tmp_path / "weights.pt"
 
@@ -34,8 +33,8 @@ def train(shell: Shell, weights: Path, layout: str) -> Outcome:
 
 
 @pytest.mark.slow
-def test_the_terminal_the_dump_and_the_verdict(shell: Shell, weights: Path) -> None:
-    done = train(shell, weights, "parallel.strategy=ddp")
+def test_the_terminal_the_dump_and_the_verdict(shell: Shell, tmp_path: Path) -> None:
+    done = train(shell, weights_with_bad_block(tmp_path, 1), "parallel.strategy=ddp")
     assert done.code == 1
     lines = [line.removeprefix("[CPU0] ") for line in done.out.splitlines() if line.startswith("[CPU0] ")]
     start = lines.index("NaN GRADIENT DETECTED [CPU 0]") - 1
@@ -78,16 +77,17 @@ def test_the_terminal_the_dump_and_the_verdict(shell: Shell, weights: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "ranks", "victims"),
+    ("layout", "block", "ranks", "victims"),
     [
-        ("parallel.pipeline=2", [1], [0]),
-        ("parallel.tensor=2", [0, 1], []),
+        ("parallel.pipeline=2", 0, [0], [1]),  # the second stage is handed what the first one made
+        ("parallel.pipeline=2", 1, [1], [0]),
+        ("parallel.tensor=2", 1, [0, 1], []),
     ],
 )
 def test_a_model_that_is_cut_up_names_the_rank_that_has_the_layer(
-    shell: Shell, weights: Path, layout: str, ranks: list[int], victims: list[int]
+    shell: Shell, tmp_path: Path, layout: str, block: int, ranks: list[int], victims: list[int]
 ) -> None:
-    done = train(shell, weights, layout)
-    found = done.verdict()["findings"][0]
+    done = train(shell, weights_with_bad_block(tmp_path, block), layout)
+    (found,) = done.verdict()["findings"]
     assert (found["code"], found["ranks"], found["victims"]) == ("MC407", ranks, victims), done.out
-    assert "layers.1.feed_forward" in found["title"]
+    assert f"layers.{block}.feed_forward" in found["title"]

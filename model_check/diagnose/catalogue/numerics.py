@@ -174,8 +174,10 @@ NUMERICS: dict[str, Entry] = {
         "After many steps the loss is still that of a model that guesses: the logarithm of the number of choices.",
         "Parameters that are frozen or get no gradient, a learning rate that is too small, labels that do not belong "
         "to the inputs.",
-        "The loss stays within 2 % of ln(choices) from the first steps to the last over at least 200 steps. What can "
-        "be seen of the cause is listed: learning rate, frozen parameters, parameters without a gradient.",
+        "The loss stays within 2 % of ln(choices) from the first steps to the last over at least 200 steps, or does "
+        "not move at all up to 10 % above it, where many fresh models begin. What can be seen of the cause is listed, "
+        "and decides which remedy comes first: a rate that cannot have moved a weight, frozen parameters, parameters "
+        "without a gradient; where all is well with those, the labels.",
         (
             "raise the learning rate",
             "check requires_grad, and that the optimizer was given the parameters that are trained",

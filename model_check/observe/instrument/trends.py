@@ -103,8 +103,11 @@ class Trends:
         )
 
     def flush(self) -> None:
-        """Writes the losses that are known; the newest may still be on its way."""
+        """Writes what is known; the newest loss may still be on its way."""
         self._written_at = time.monotonic()
+        # After the last step none comes that would write its look.
+        while self._looks and all(reading.ready for reading in self._looks[0][2:4] if reading is not None):
+            self._write_look()
         known = [(step, loss.value()) for step, loss in self._losses if loss.ready]
         self._losses = [(step, loss) for step, loss in self._losses if not loss.ready]
         if known:
