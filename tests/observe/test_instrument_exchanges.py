@@ -201,6 +201,8 @@ class Total(torch.autograd.Function):
 class Centred(nn.Linear):
     def forward(self, x):
         x = Spoilt.apply(nn.functional.linear(x, Spoilt.apply(self.weight, "weight"), self.bias), "activation")
+        if way in ("fsdp", "metric"):
+            dist.all_reduce(torch.tensor([math.nan if rank == 0 else -math.inf]))  # of nothing, and of a mask
         return x - Total.apply(x) / (8 * world) if way == "norm" else x
 
 
@@ -212,6 +214,7 @@ if way == "fsdp":
     fully_shard(model)
 elif way == "views":
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    model[1] = FSDP(model[1], device_id=torch.device("cpu"), use_orig_params=True)
     model = FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
 elif way == "hooks":
     for p in model.parameters():
@@ -255,11 +258,12 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("way", "kind", "tensor"),
     [
-        ("norm", "backward of activation", "gradients of activations brought to exchange 4 of the step"),
+        ("norm", "backward of activation", "gradient of 3.bias"),
         pytest.param("norm", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
         pytest.param(
             "hooks", "backward of weight", "gradients of reduction 4, counted from the loss,", marks=pytest.mark.slow
         ),
+        pytest.param("metric", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
         pytest.param("twice", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
         pytest.param("closure", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
         pytest.param(
@@ -287,7 +291,7 @@ def test_a_loss_that_a_peers_activations_spoilt_is_the_peers(run: Runner) -> Non
     assert outcome.codes == [0, 0], outcome.errors
     (finding,) = examine(outcome.run_dir, live=False).findings
     assert (finding.code, finding.ranks, finding.victims, finding.step) == ("MC401", [1], [0], 3)
-    assert "observed: exchange 1 of the step was the first that it brought a bad number to" in finding.evidence
+    assert "observed: exchange 1 of the step was the first that it brought a NaN to" in finding.evidence
 
 
 @pytest.mark.slow

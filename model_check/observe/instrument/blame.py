@@ -288,12 +288,12 @@ def _report_late(hit: Hit) -> dict[str, Any]:
 def _body(hit: Hit, cause: str, evidence: list[str]) -> dict[str, Any]:
     fixes = list(_FIXES.get(cause, ()))
     if hit.own.bad:
-        received = is_alone() or (hit.brought is not None and hit.brought.spreads)
-        when = "" if received else ", before any exchange"
+        mixed = is_alone() or (hit.brought is not None and hit.brought.spreads)
+        when = "" if mixed else ", before any exchange"
         evidence = [f"observed: {hit.own.bad} held a number that is not finite on this rank{when}", *evidence]
-    elif hit.brought is not None and hit.brought.spreads:
+    if hit.brought is not None and hit.brought.spreads:
         number = hit.brought.number
-        evidence = [*evidence, f"observed: exchange {number} of the step was the first that it brought a bad number to"]
+        evidence = [*evidence, f"observed: exchange {number} of the step was the first that it brought a NaN to"]
     body = {"direction": hit.direction, "cause": cause, "evidence": evidence, **({"fix": fixes} if fixes else {})}
     return {**body, "brought": hit.brought.record()} if hit.brought is not None else body
 

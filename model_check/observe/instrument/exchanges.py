@@ -20,7 +20,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -121,7 +121,7 @@ class Looked:
     parts: Sequence[tuple[Sequence[Piece], Reading]]  # the nearest to the loss first
     numbers: int  # how many of gradients were looked at
     before_exchange: bool
-    bad_now: Piece | None = None  # a bad one that is known already
+    bad_now: Sequence[Piece] = ()  # bad ones that are known already, in their order
     earlier: Looked | None = None  # at what went through the passes
 
     def with_earlier(self, earlier: Looked | None) -> Looked:
@@ -132,24 +132,22 @@ class Looked:
         return all(reading.ready for _, reading in self.parts) and (self.earlier is None or self.earlier.ready)
 
     def bad(self) -> str:
-        """The first that was not finite, in words; empty where all were. Waits for the device."""
-        piece = self._first_bad()
-        return piece.name if piece is not None else ""
+        """The first gradient that was not finite, in words; empty where all were. Waits for the device."""
+        return next((piece.name for piece in self.all_bad() if not piece.spreads), "")
 
-    def brought(self) -> Brought | None:
-        """The first reduction to which this rank brought a bad number."""
-        piece = self._first_bad()
-        return piece.brought() if piece is not None else None
+    def brought(self, usual: Container[int] = ()) -> Brought | None:
+        """The first exchange to which this rank brought a bad number, but for those of which that is known as usual."""
+        pieces = [piece for piece in self.all_bad() if piece.exchange and piece.exchange not in usual]
+        return min(pieces, key=lambda piece: piece.exchange).brought() if pieces else None
 
-    def _first_bad(self) -> Piece | None:
-        known = self.bad_now or (self.earlier._first_bad() if self.earlier is not None else None)
-        if known is not None:
-            return known
+    def all_bad(self) -> list[Piece]:
+        found = [*(self.earlier.all_bad() if self.earlier is not None else ()), *self.bad_now]
         for pieces, reading in self.parts:
             for number, value in enumerate(reading.value()):
-                if not math.isfinite(value):
-                    return pieces[min(number, len(pieces) - 1)]
-        return None
+                piece = pieces[min(number, len(pieces) - 1)]
+                if math.isnan(value) if piece.spreads else not math.isfinite(value):
+                    found.append(piece)
+        return found
 
 
 @dataclass
@@ -161,7 +159,7 @@ class _Pieces:
     buckets: int = 0
     exchanges: int = 0  # whether or not they were looked at
     seen: set[int] = field(default_factory=set)  # parameters whose gradients have been
-    bad_now: Piece | None = None
+    bad_now: list[Piece] = field(default_factory=list)
 
 
 class OwnGradients:
@@ -176,6 +174,7 @@ class OwnGradients:
         self._buckets: dict[tuple[int, int], str] = {}
         self._steps_looked = 0
         self._shapes: set[tuple[int, ...]] = set()
+        self._usual: set[int] = set()  # exchanges of a pass that bring NaN in good health too, a metric of nothing
         self._in_shards: set[int] = set()  # parameters that show only this rank's part of them
         self._pieces = _Pieces()
         self.forget()
@@ -210,16 +209,20 @@ class OwnGradients:
 
     def sharded(self, optimizer: Any) -> bool:
         """This rank holds parts of the parameters: as DTensors, in FSDP's flat ones, or as views of those."""
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        shows = ("_local_tensor", "_sharded_size")
-        return any(id(p) in self._in_shards or any(hasattr(p, name) for name in shows) for p in held)
+        return any(self._is_shard(p) for group in optimizer.param_groups for p in group["params"])
+
+    def _is_shard(self, parameter: Any) -> bool:
+        own = id(parameter) in self._in_shards
+        return own or hasattr(parameter, "_local_tensor") or hasattr(parameter, "_sharded_size")
 
     # Before an exchange
 
     def backward_begins(self, trained: Iterable[Any]) -> None:
         """More is added to the gradients: what was seen of them after an earlier pass is no longer all."""
-        if self._computed and self._steps_looked and all(parameter.grad is None for parameter in trained):
-            self.forget()  # the script has thrown them away without a step
+        if self._computed:
+            shards = [parameter for parameter in trained if self._is_shard(parameter)]
+            if shards and all(parameter.grad is None for parameter in shards):
+                self.forget()  # thrown away without a step; where a rank holds whole ones, its gradients tell
         self._looked = None
         self._computed = True
 
@@ -227,7 +230,7 @@ class OwnGradients:
         """What a rank brings there are activations, or sums over them."""
         self._pieces.exchanges += 1
         for tensor in self._readable(given):
-            self._look(tensor, self._spreading("activations", group), ())
+            self._look(tensor, self._spreading(group), ())
 
     def exchange_in_backward(self, given: Sequence[torch.Tensor], group: Any, modules: Iterable[Any]) -> None:
         """Gradients of parameters travel in flat buffers, or as they are; others are those of activations."""
@@ -242,7 +245,7 @@ class OwnGradients:
             name = unit or self._bucket_name(pieces.buckets - 1, tensor, modules)
             self._look(tensor, Piece(name, pieces.exchanges, _name_of(group)), modules)
         for tensor in self._readable(given if not gradients else ()):
-            self._look(tensor, self._spreading("gradients of activations", group), ())
+            self._look(tensor, self._spreading(group), ())
 
     def _readable(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Nothing while somebody records every operation of torch's: ours would be among them."""
@@ -251,9 +254,8 @@ class OwnGradients:
             return []
         return plain
 
-    def _spreading(self, what: str, group: Any) -> Piece:
-        number = self._pieces.exchanges
-        return Piece(f"the {what} brought to exchange {number} of the step", number, _name_of(group), True)
+    def _spreading(self, group: Any) -> Piece:
+        return Piece("what goes through a pass", self._pieces.exchanges, _name_of(group), spreads=True)
 
     def _look(self, tensor: torch.Tensor, piece: Piece, modules: Iterable[Any]) -> None:
         pieces = self._pieces
@@ -262,9 +264,11 @@ class OwnGradients:
         with torch.no_grad():
             if tensor.is_cpu:
                 began = time.perf_counter()
-                good = math.isfinite(torch.sum(tensor, dtype=torch.float32).item()) or is_finite(tensor)
-                if not good and pieces.bad_now is None:
-                    pieces.bad_now = replace(piece, name=self._named_now(tensor, modules) or piece.name)
+                total = torch.sum(tensor, dtype=torch.float32).item()
+                if piece.spreads:
+                    pieces.bad_now += [piece] * math.isnan(total)  # infinity is what masks and maxima are made of
+                elif not math.isfinite(total) and not is_finite(tensor):
+                    pieces.bad_now.append(replace(piece, name=self._named_now(tensor, modules) or piece.name))
                 self._budget.spend(time.perf_counter() - began)
                 return
             check = self._checks.get(tensor.device)
@@ -316,7 +320,7 @@ class OwnGradients:
             (looked_at, Reading.of(self._checks[device].sums()) if device.type == "cuda" else Reading([]))
             for device, looked_at in pieces.looked_at.items()
         ]
-        self._earlier = Looked(parts, pieces.numbers, before_exchange=True, bad_now=pieces.bad_now)
+        self._earlier = Looked(parts, pieces.numbers, before_exchange=True, bad_now=tuple(pieces.bad_now))
         if pieces.numbers:  # activations alone say nothing of gradients that are still to be exchanged, or never are
             self._looked = self._earlier
 
@@ -325,6 +329,15 @@ class OwnGradients:
         if self._computed and self._looked is None and self._looking:
             self._looked = self._look_at(parameters(), before_exchange=not self._exchanged)
         self._exchanged = self._exchanged or self._computed
+
+    def brought(self, looked: Looked | None) -> Brought | None:
+        """Where the bad number of this step first left this rank, as far as that is known."""
+        return looked.brought(self._usual) if looked is not None else None
+
+    def step_was_good(self, looked: Looked | None) -> None:
+        """Whatever was brought to its exchanges is no sign of a fault."""
+        if looked is not None:
+            self._usual.update(piece.exchange for piece in looked.all_bad() if piece.spreads)
 
     # Where nothing was exchanged
 

@@ -212,14 +212,16 @@ class Guard:
             bad = None
         if bad is not None:
             hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
-            self._found(step, replace(hit, brought=in_time.brought() if in_time is not None else None), grad_norm)
+            self._found(step, replace(hit, brought=self._own.brought(in_time)), grad_norm)
         elif self._any_bad(known, in_time):
             own = _own_share(in_time, optimizer)
             # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
             if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
                 hit = self._gradient_hit(own)
-                self._found(step, replace(hit, brought=in_time.brought() if in_time is not None else None), grad_norm)
+                self._found(step, replace(hit, brought=self._own.brought(in_time)), grad_norm)
+        else:
+            self._own.step_was_good(in_time)
         self._late = _Late(step, [size for size in sizes if size not in ready], looked if in_time is None else None)
         self.history.step(self._loss(), grad_norm, self._rate)
         self._settled = True
