@@ -36,6 +36,13 @@ def nonfinite_findings(evidence: Evidence) -> list[Finding]:
     seen: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
     told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("nonfinite")]
     told = [(rank, record) for rank, record in told if not _infected(rank, record, told)]
+    unsure = {
+        whole(record.get("step"))
+        for rank in evidence.ranks.values()
+        for record in rank.happened("nonfinite_received")
+        if record.get("clean") is False
+    }
+    told = [(rank, _without_blame(record) if whole(record.get("step")) in unsure else record) for rank, record in told]
     causes = [record for _, record in told if not _spoilt_weight(record)]
     applied = [whole(record.get("step")) for record in causes if _was_applied(record)]
     for rank, record in told:
@@ -94,6 +101,14 @@ def _infected(rank: int, record: Mapping[str, Any], told: list[tuple[int, Mappin
         if mine[0] > theirs[0] if mine is not None else theirs[2]:
             return True
     return False
+
+
+def _without_blame(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A peer did not look at its own numbers in this step: what came through a pass may have been that peer's."""
+    if not record.get("mixed") or record.get("deterministic"):
+        return record
+    why = "inferred: a peer that did not look at its own numbers in this step may have sent it: no rank is blamed"
+    return {**record, "local": False, "evidence": [*_list(record.get("evidence")), why]}
 
 
 def _brought(record: Mapping[str, Any]) -> tuple[int, list[Any], bool] | None:

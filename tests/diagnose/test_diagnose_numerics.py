@@ -141,6 +141,20 @@ def test_whoever_brought_a_bad_number_to_an_earlier_exchange_infected_its_peers(
     assert (found.ranks, found.victims) == (guilty, [rank for rank in range(4) if rank not in guilty])
 
 
+@pytest.mark.parametrize(
+    ("clean", "mixed", "again", "guilty"),
+    [(False, True, None, []), (True, True, None, [0]), (False, False, None, [0]), (False, True, True, [0])],
+)
+def test_nobody_is_blamed_for_what_a_peer_that_did_not_look_may_have_sent(
+    tmp_path: Path, clean: bool, mixed: bool, again: bool | None, guilty: list[int]
+) -> None:
+    event = {**EVENT, "mixed": mixed, "deterministic": again}
+    received = {**RECEIVED, "step": EVENT["step"], "clean": clean}
+    (found,) = findings(tmp_path / "run", {0: [event], 1: [received]}, world_size=2)
+    assert found.ranks == guilty
+    assert any("may have sent it" in line for line in found.evidence) == (not guilty)
+
+
 def test_a_rank_whose_own_pass_makes_it_again_is_guilty_whoever_was_first(tmp_path: Path) -> None:
     early, late = ({**EVENT, "brought": {"number": n, "ranks": [0, 1], "spreads": True}} for n in (1, 2))
     (found,) = findings(tmp_path / "run", {0: [early], 1: [late]}, world_size=2)

@@ -80,11 +80,13 @@ class Hit:
     real_outputs_finite: bool | None = None
     own: OwnShare = _UNKNOWN
     brought: Brought | None = None
+    mixed: bool = False  # activations were exchanged before it was seen: it may be a peer's
 
     @property
     def received(self) -> dict[str, Any]:
         """What is known where nothing of this rank's own went wrong; should that be so on every rank, it is all."""
-        return {"loss": self.loss, "location": _line(self.place), "why_not": self.why_not}
+        place = _line(self.place)
+        return {"loss": self.loss, "location": place, "why_not": self.why_not, "clean": self.own.clean}
 
     @classmethod
     def in_forward(cls, loss: float, calls: Sequence[Call], graph: Any, place: Place | None) -> Hit:
@@ -295,7 +297,8 @@ def _body(hit: Hit, cause: str, evidence: list[str]) -> dict[str, Any]:
         number = hit.brought.number
         evidence = [*evidence, f"observed: exchange {number} of the step was the first that it brought a NaN to"]
     body = {"direction": hit.direction, "cause": cause, "evidence": evidence, **({"fix": fixes} if fixes else {})}
-    return {**body, "brought": hit.brought.record()} if hit.brought is not None else body
+    brought = {"brought": hit.brought.record()} if hit.brought is not None else {}
+    return {**body, **brought, **({"mixed": True} if hit.mixed else {})}
 
 
 def _device() -> list[str]:

@@ -158,6 +158,7 @@ class _Pieces:
     numbers: int = 0  # of gradients
     buckets: int = 0
     exchanges: int = 0  # whether or not they were looked at
+    mixed_at: int = 0  # the first of them whose result went on through a pass; 0: none
     seen: set[int] = field(default_factory=set)  # parameters whose gradients have been
     bad_now: list[Piece] = field(default_factory=list)
 
@@ -229,6 +230,7 @@ class OwnGradients:
     def exchange_in_forward(self, given: Sequence[torch.Tensor], group: Any) -> None:
         """What a rank brings there are activations, or sums over them."""
         self._pieces.exchanges += 1
+        self._mixes(given)
         for tensor in self._readable(given):
             self._look(tensor, self._spreading(group), ())
 
@@ -244,8 +246,15 @@ class OwnGradients:
             pieces.buckets += 1
             name = unit or self._bucket_name(pieces.buckets - 1, tensor, modules)
             self._look(tensor, Piece(name, pieces.exchanges, _name_of(group)), modules)
-        for tensor in self._readable(given if not gradients else ()):
+        if gradients:
+            return
+        self._mixes(given)
+        for tensor in self._readable(given):
             self._look(tensor, self._spreading(group), ())
+
+    def _mixes(self, given: Sequence[torch.Tensor]) -> None:
+        if any(tensor.is_floating_point() for tensor in given):
+            self._pieces.mixed_at = self._pieces.mixed_at or self._pieces.exchanges
 
     def _readable(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Nothing while somebody records every operation of torch's: ours would be among them."""
@@ -333,6 +342,11 @@ class OwnGradients:
     def brought(self, looked: Looked | None) -> Brought | None:
         """Where the bad number of this step first left this rank, as far as that is known."""
         return looked.brought(self._usual) if looked is not None else None
+
+    def mixed_before(self, brought: Brought | None) -> bool:
+        """Something of the peers' had gone through a pass by then."""
+        mixed_at = self._pieces.mixed_at
+        return mixed_at > 0 and (brought is None or mixed_at < brought.number)
 
     def step_was_good(self, looked: Looked | None) -> None:
         """Whatever was brought to its exchanges is no sign of a fault."""

@@ -212,14 +212,13 @@ class Guard:
             bad = None
         if bad is not None:
             hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
-            self._found(step, replace(hit, brought=self._own.brought(in_time)), grad_norm)
+            self._found(step, self._among_peers(hit, in_time), grad_norm)
         elif self._any_bad(known, in_time):
             own = _own_share(in_time, optimizer)
             # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
             if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
-                hit = self._gradient_hit(own)
-                self._found(step, replace(hit, brought=self._own.brought(in_time)), grad_norm)
+                self._found(step, self._among_peers(self._gradient_hit(own), in_time), grad_norm)
         else:
             self._own.step_was_good(in_time)
         self._late = _Late(step, [size for size in sizes if size not in ready], looked if in_time is None else None)
@@ -273,6 +272,11 @@ class Guard:
         if own.clean:
             return Hit.received_gradients(self._loss(), self._last_place)
         return Hit.in_backward(self._loss(), self._inputs.calls, self._poles(), self._last_place, own)
+
+    def _among_peers(self, hit: Hit, looked: Looked | None) -> Hit:
+        """With what is known of the exchanges of this step: enough to tell who was first."""
+        brought = self._own.brought(looked)
+        return replace(hit, brought=brought, mixed=self._own.mixed_before(brought))
 
     def _modules(self) -> list[Any]:
         """Those that this step has called; asked for the names of their parameters when they are first met."""
