@@ -35,13 +35,21 @@ def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
 def nonfinite_findings(evidence: Evidence) -> list[Finding]:
     seen: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
     told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("nonfinite")]
+    told = [(rank, record) for rank, record in told if not _infected(rank, record, told)]
+    unsure = {
+        whole(record.get("step"))
+        for rank in evidence.ranks.values()
+        for record in rank.happened("nonfinite_received")
+        if record.get("clean") is False
+    }
+    told = [(rank, _without_blame(record) if whole(record.get("step")) in unsure else record) for rank, record in told]
     causes = [record for _, record in told if not _spoilt_weight(record)]
     applied = [whole(record.get("step")) for record in causes if _was_applied(record)]
     for rank, record in told:
         step = whole(record.get("step"))
         if min(applied, default=step) < step:
             continue  # the step that spoilt the weights is known, and every later one says the same
-        if _spoilt_weight(record) and min((whole(cause.get("step")) for cause in causes), default=step) < step:
+        if _spoilt_weight(record) and any(_came_before(cause, step) for cause in causes):
             continue
         key = (_code(record), str(record.get("location") or record.get("module") or ""))
         seen.setdefault(key, []).append((rank, record))
@@ -78,9 +86,49 @@ def received_findings(evidence: Evidence) -> list[Finding]:
     ]
 
 
+def _infected(rank: int, record: Mapping[str, Any], told: list[tuple[int, Mapping[str, Any]]]) -> bool:
+    """A peer brought a bad number to an exchange of the same step before this rank had one, and it came back to it.
+
+    Each rank sees its own exchanges only. A rank whose own pass makes the number again by itself is guilty anyhow.
+    """
+    if record.get("deterministic"):
+        return False
+    mine = _brought(record)
+    for peer, seen in told:
+        theirs = _brought(seen)
+        if peer == rank or theirs is None or seen.get("step") != record.get("step") or rank not in theirs[1]:
+            continue
+        if mine[0] > theirs[0] if mine is not None else theirs[2]:
+            return True
+    return False
+
+
+def _without_blame(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A peer did not look at its own numbers in this step: what came through a pass may have been that peer's."""
+    if not record.get("mixed") or record.get("deterministic"):
+        return record
+    why = "inferred: a peer that did not look at its own numbers in this step may have sent it: no rank is blamed"
+    return {**record, "local": False, "evidence": [*_list(record.get("evidence")), why]}
+
+
+def _brought(record: Mapping[str, Any]) -> tuple[int, list[Any], bool] | None:
+    """The first exchange that it brought a bad number to: its number in the step, the ranks, does its result spread."""
+    said = record.get("brought")
+    if not isinstance(said, Mapping) or not isinstance(said.get("number"), int):
+        return None
+    return said["number"], _list(said.get("ranks")), said.get("spreads") is True
+
+
 def _spoilt_weight(record: Mapping[str, Any]) -> bool:
     """All that the rank saw was a weight that had been bad before the step."""
     return str(record.get("tensor") or "").startswith("parameter ")
+
+
+def _came_before(cause: Mapping[str, Any], step: int) -> bool:
+    """Whether it can have spoilt a weight that is bad at this step. A backward with a finite loss began with good ones:
+    of a step that computes several times, as LBFGS does, it was an earlier pass."""
+    seen = whole(cause.get("step"))
+    return seen < step or (seen == step and cause.get("direction") == "backward")
 
 
 def _was_applied(record: Mapping[str, Any]) -> bool:

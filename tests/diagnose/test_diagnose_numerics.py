@@ -91,6 +91,11 @@ def test_a_spoilt_weight_is_told_where_nobody_saw_the_step_that_spoilt_it(tmp_pa
     assert (found.code, found.ranks, found.victims, found.tensor) == ("MC401", [], [], "parameter a.weight")
 
 
+def test_a_later_pass_of_the_same_step_meets_the_weights_that_an_earlier_one_has_spoilt(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path / "run", {0: [{**SPOILT, "step": 7}], 1: [EVENT]}, world_size=2)
+    assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [1], [0], 7)
+
+
 RECEIVED = {"event": "nonfinite_received", "step": 3, "loss": 0.5, "location": "train.py:21", "action": "observe"}
 
 
@@ -114,6 +119,46 @@ def test_a_rank_that_may_still_be_looking_is_waited_for(tmp_path: Path) -> None:
 def test_what_was_received_adds_nothing_to_the_rank_that_made_it(tmp_path: Path) -> None:
     (found,) = findings(tmp_path / "run", {0: [EVENT], 1: [{**RECEIVED, "step": 7}]}, world_size=2)
     assert (found.ranks, found.victims) == ([0], [1])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "guilty"),
+    [
+        ({"number": 3, "ranks": [0, 1], "spreads": True}, {"number": 5, "ranks": [0, 1], "spreads": False}, [0]),
+        ({"number": 3, "ranks": [0, 1], "spreads": False}, {"number": 3, "ranks": [0, 1], "spreads": False}, [0, 1]),
+        ({"number": 3, "ranks": [0, 2], "spreads": True}, {"number": 5, "ranks": [1, 3], "spreads": True}, [0, 1]),
+        ({"number": 3, "ranks": [0, 1], "spreads": True}, None, [0]),
+        ({"number": 3, "ranks": [0, 1], "spreads": False}, None, [0, 1]),
+        ({"number": "3", "ranks": 7}, ["not", "an", "object"], [0, 1]),
+    ],
+)
+def test_whoever_brought_a_bad_number_to_an_earlier_exchange_infected_its_peers(
+    tmp_path: Path, first: Any, second: Any, guilty: list[int]
+) -> None:
+    seen = {**EVENT, "deterministic": None}
+    events = {rank: [{**seen, "brought": brought}] for rank, brought in enumerate((first, second))}
+    (found,) = findings(tmp_path / "run", events)
+    assert (found.ranks, found.victims) == (guilty, [rank for rank in range(4) if rank not in guilty])
+
+
+@pytest.mark.parametrize(
+    ("clean", "mixed", "again", "guilty"),
+    [(False, True, None, []), (True, True, None, [0]), (False, False, None, [0]), (False, True, True, [0])],
+)
+def test_nobody_is_blamed_for_what_a_peer_that_did_not_look_may_have_sent(
+    tmp_path: Path, clean: bool, mixed: bool, again: bool | None, guilty: list[int]
+) -> None:
+    event = {**EVENT, "mixed": mixed, "deterministic": again}
+    received = {**RECEIVED, "step": EVENT["step"], "clean": clean}
+    (found,) = findings(tmp_path / "run", {0: [event], 1: [received]}, world_size=2)
+    assert found.ranks == guilty
+    assert any("may have sent it" in line for line in found.evidence) == (not guilty)
+
+
+def test_a_rank_whose_own_pass_makes_it_again_is_guilty_whoever_was_first(tmp_path: Path) -> None:
+    early, late = ({**EVENT, "brought": {"number": n, "ranks": [0, 1], "spreads": True}} for n in (1, 2))
+    (found,) = findings(tmp_path / "run", {0: [early], 1: [late]}, world_size=2)
+    assert found.ranks == [0, 1]
 
 
 def test_what_was_skipped_is_a_warning_and_later_steps_are_counted(tmp_path: Path) -> None:

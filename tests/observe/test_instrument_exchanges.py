@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observed_runs import Outcome, Runner
 
 from model_check.diagnose import examine
+from model_check.observe.instrument import native
 from model_check.observe.instrument.exchanges import _ADVANCE_S, _SHARE, Budget
 
 # One number of one weight's gradient, which no layer before it feels: only a look at all gradients sees it.
@@ -144,3 +150,178 @@ def test_looking_never_takes_more_than_its_share_of_a_long_run(step_s: float, lo
     assert looks >= 1 and looks * look_s <= allowed
     if look_s <= _SHARE * step_s:
         assert looks == steps
+
+
+# A norm over all ranks exchanges in both passes: a bad number comes back to everybody, and a forward that one rank runs
+# by itself would find nobody there. Other ways to train meet their peers at other places, or not at all.
+MIXED = """
+import math, os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+way, kind = os.environ["WAY"], os.environ["KIND"]
+dist.init_process_group("gloo")
+rank, world, step = dist.get_rank(), dist.get_world_size(), 0
+
+
+def spoil(numbers, now):
+    numbers = numbers.clone()
+    if kind == now and step == 3 and rank == 1:
+        numbers.view(-1)[5] = math.nan
+    return numbers
+
+
+class Spoilt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, numbers, name):
+        ctx.name = name
+        return spoil(numbers, f"forward of {name}")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return spoil(gradient, f"backward of {ctx.name}"), None
+
+
+class Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        total = x.sum(0)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.expand(8, -1)
+
+
+class Centred(nn.Linear):
+    def forward(self, x):
+        x = Spoilt.apply(nn.functional.linear(x, Spoilt.apply(self.weight, "weight"), self.bias), "activation")
+        if way in ("fsdp", "metric"):
+            dist.all_reduce(torch.tensor([math.nan if rank == 0 else -math.inf]))  # of nothing, and of a mask
+        return x - Total.apply(x) / (8 * world) if way == "norm" else x
+
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 16), Centred(16, 16), nn.Tanh(), Centred(16, 16), nn.Linear(16, 1))
+if way == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+    fully_shard(model[1])
+    fully_shard(model)
+elif way == "views":
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    model[1] = FSDP(model[1], device_id=torch.device("cpu"), use_orig_params=True)
+    model = FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
+elif way == "hooks":
+    for p in model.parameters():
+        p.register_hook(lambda g: (dist.all_reduce(g := g / world), g)[1])
+elif way not in ("alone", "gathered"):
+    model = DDP(model)
+kind_of_optimizer = torch.optim.LBFGS if way == "closure" else torch.optim.SGD
+optimizer = kind_of_optimizer(model.parameters(), lr=1e-3)
+
+
+def compute():
+    optimizer.zero_grad()
+    for _ in range(2 if way == "twice" else 1):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = model(x).square().mean()
+        loss.backward()
+    return loss
+
+
+for step in range(5):
+    if way == "closure":
+        optimizer.step(compute)
+        continue
+    compute()
+    if way == "gathered":
+        for p in model.parameters():
+            all_of_them = [torch.empty_like(p.grad) for _ in range(world)]
+            dist.all_gather(all_of_them, p.grad)
+            p.grad = torch.stack(all_of_them).mean(0)
+    if way != "fsdp" or torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()):
+        optimizer.step()
+    if way == "alone":
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+held = [getattr(p.detach(), "_local_tensor", p.detach()) for p in model.parameters()]
+print("finite", all(bool(part.isfinite().all()) for part in held))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "tensor"),
+    [
+        ("norm", "backward of activation", "gradient of 3.bias"),
+        pytest.param("norm", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
+        pytest.param(
+            "hooks", "backward of weight", "gradients of reduction 4, counted from the loss,", marks=pytest.mark.slow
+        ),
+        pytest.param("metric", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
+        pytest.param("twice", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
+        pytest.param("closure", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
+        pytest.param(
+            "views", "backward of weight", "gradients of reduction 1, counted from the loss,", marks=pytest.mark.slow
+        ),
+        pytest.param("alone", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
+        pytest.param("gathered", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_is_named_however_its_number_comes_back_to_the_others(
+    run: Runner, way: str, kind: str, tensor: str
+) -> None:
+    outcome = run(MIXED, world=2, env={"MODEL_CHECK_GUARD": "observe", "WAY": way, "KIND": kind}, timeout=60)
+    assert outcome.codes == [0, 0], outcome.errors
+    assert [outcome.events("guard_failed", rank) for rank in (0, 1)] == [[], []]
+    (finding,) = examine(outcome.run_dir, live=False).findings
+    assert (finding.code, finding.ranks, finding.victims, finding.step) == ("MC402", [1], [0], 3)
+    assert finding.tensor == tensor
+
+
+@pytest.mark.slow
+def test_a_loss_that_a_peers_activations_spoilt_is_the_peers(run: Runner) -> None:
+    env = {"MODEL_CHECK_GUARD": "observe", "WAY": "norm", "KIND": "forward of activation"}
+    outcome = run(MIXED, world=2, env=env, timeout=60)
+    assert outcome.codes == [0, 0], outcome.errors
+    (finding,) = examine(outcome.run_dir, live=False).findings
+    assert (finding.code, finding.ranks, finding.victims, finding.step) == ("MC401", [1], [0], 3)
+    assert "observed: exchange 1 of the step was the first that it brought a NaN to" in finding.evidence
+
+
+@pytest.mark.slow
+def test_a_step_that_a_sharded_script_throws_away_spoils_nothing(run: Runner) -> None:
+    env = {"MODEL_CHECK_GUARD": "observe", "WAY": "fsdp", "KIND": "backward of weight"}
+    outcome = run(MIXED, world=2, env=env, timeout=60)
+    assert outcome.codes == [0, 0], outcome.errors
+    assert all("finite True" in said for said in outcome.outputs)
+    assert examine(outcome.run_dir, live=False).findings == []
+
+
+@pytest.fixture
+def lone_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    native.install()
+    yield
+    native.uninstall()
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_group")
+def test_what_a_rank_runs_by_itself_calls_nobody_and_other_threads_go_on() -> None:
+    numbers, elsewhere = torch.ones(3, requires_grad=True), torch.ones(3)
+    numbers.register_hook(lambda gradient: dist.all_reduce(gradient))
+    with native.by_itself() as lone:
+        thread = threading.Thread(target=dist.all_reduce, args=(elsewhere,))
+        thread.start()
+        thread.join()
+        assert not lone.stopped
+        with pytest.raises(native.NeedsPeers, match="no rank takes part"):
+            torch.autograd.grad(numbers.sum(), numbers)
+        assert lone.stopped
+    assert dist.all_reduce(elsewhere) is None

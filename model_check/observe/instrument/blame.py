@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from model_check.observe.instrument import native
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call
 from model_check.observe.instrument.lossline import LossOperation, Place, Pole, first_bad
@@ -51,6 +52,18 @@ _UNKNOWN = OwnShare()
 
 
 @dataclass(frozen=True)
+class Brought:
+    """The first reduction of a step to which this rank brought a bad number."""
+
+    number: int  # among all exchanges of the step's passes: in a job whose ranks do the same, the same on each
+    ranks: tuple[int, ...]  # of its process group
+    spreads: bool  # its result goes back into the pass, as that of activations does
+
+    def record(self) -> dict[str, Any]:
+        return {"number": self.number, "ranks": list(self.ranks), "spreads": self.spreads}
+
+
+@dataclass(frozen=True)
 class Hit:
     """A step with numbers that are not finite, as it is first seen."""
 
@@ -66,11 +79,14 @@ class Hit:
     scaler: str = ""  # what a GradScaler that gave up has to say
     real_outputs_finite: bool | None = None
     own: OwnShare = _UNKNOWN
+    brought: Brought | None = None
+    mixed: bool = False  # activations were exchanged before it was seen: it may be a peer's
 
     @property
     def received(self) -> dict[str, Any]:
         """What is known where nothing of this rank's own went wrong; should that be so on every rank, it is all."""
-        return {"loss": self.loss, "location": _line(self.place), "why_not": self.why_not}
+        place = _line(self.place)
+        return {"loss": self.loss, "location": place, "why_not": self.why_not, "clean": self.own.clean}
 
     @classmethod
     def in_forward(cls, loss: float, calls: Sequence[Call], graph: Any, place: Place | None) -> Hit:
@@ -130,12 +146,15 @@ def _again(calls: Sequence[Call], *, backward: bool) -> tuple[Call | None, Repla
     why_not = call.why_not_again(backward=backward)
     if why_not:
         return call, None, why_not
-    try:
-        replay = run_again(call, backward=backward)
-        call.hold()
-        return call, replay, ""
-    except Exception as error:  # the script's own module: it may do anything when it is called once more
-        return call, None, f"its forward cannot be run once more ({type(error).__name__}: {str(error)[:120]})"
+    with native.by_itself() as lone:
+        try:
+            replay = run_again(call, backward=backward)
+            call.hold()
+        except Exception as error:  # the script's own module: it may do anything when it is called once more
+            why_not = f"its forward cannot be run once more ({type(error).__name__}: {str(error)[:120]})"
+    if lone.stopped:
+        return call, None, "it exchanges something with the other ranks: they would have to take part"
+    return (call, None, why_not) if why_not else (call, replay, "")
 
 
 def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = None) -> dict[str, Any] | None:
@@ -173,7 +192,8 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
     assert hit.call is not None and hit.replay is not None, "an origin comes from a replay"
     site = origin.site
     file, line, function = hit.call.line() or ("", 0, "")
-    samples = samples_with_bad_input(hit.call) or samples_alone(hit.call)
+    with native.by_itself():
+        samples = samples_with_bad_input(hit.call) or samples_alone(hit.call)
     cause = _judged(hit, origin, history, samples if _odd(hit.call, samples) else None, rate)
     evidence = [*([hit.scaler] if hit.scaler else []), *cause.evidence]
     if not hit.replay.computes_loss and origin.direction == "backward":
@@ -270,9 +290,15 @@ def _report_late(hit: Hit) -> dict[str, Any]:
 def _body(hit: Hit, cause: str, evidence: list[str]) -> dict[str, Any]:
     fixes = list(_FIXES.get(cause, ()))
     if hit.own.bad:
-        when = "" if is_alone() else ", before any exchange"
+        mixed = is_alone() or (hit.brought is not None and hit.brought.spreads)
+        when = "" if mixed else ", before any exchange"
         evidence = [f"observed: {hit.own.bad} held a number that is not finite on this rank{when}", *evidence]
-    return {"direction": hit.direction, "cause": cause, "evidence": evidence, **({"fix": fixes} if fixes else {})}
+    if hit.brought is not None and hit.brought.spreads:
+        number = hit.brought.number
+        evidence = [*evidence, f"observed: exchange {number} of the step was the first that it brought a NaN to"]
+    body = {"direction": hit.direction, "cause": cause, "evidence": evidence, **({"fix": fixes} if fixes else {})}
+    brought = {"brought": hit.brought.record()} if hit.brought is not None else {}
+    return {**body, **brought, **({"mixed": True} if hit.mixed else {})}
 
 
 def _device() -> list[str]:

@@ -1,9 +1,13 @@
 """Whose gradients are not finite: those of a foreign script are looked at while they are still this rank's own.
 
 Buckets of DistributedDataParallel, units of FSDP and flat buffers of other libraries pass the dispatcher in the middle
-of `backward`, on their way into a reduction: each is looked at there, by its sum. A script that reduces its gradients
-itself does so after `backward`: all of them are looked at before its first reduction. Where nothing is exchanged, they
-are looked at when the optimizer is about to step. A GPU answers later, in one copy a pass; nobody waits for it.
+of `backward`, on their way into a reduction: each is looked at there, by its sum. A script that exchanges its gradients
+itself does so after `backward`: all of them are looked at before its first call. Where nothing is exchanged, they are
+looked at when the optimizer is about to step. A GPU answers later, in one copy a pass; nobody waits for it.
+
+Activations are reduced too, in both passes, by tensor parallelism and by batch norms over all ranks: one rank's bad
+number comes back to all of them, and from then on each brings bad gradients. So what goes into those is looked at as
+well, and the number of the first bad one is kept: whoever has the lowest was first.
 
 Reading gradients costs what memory bandwidth it takes, whatever the script computes. So there is a budget: a quarter
 of a percent of the run's time, and a little in advance so that the first steps are all looked at. A step that it does
@@ -16,13 +20,14 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import torch
 
+from model_check.observe.instrument.blame import Brought
 from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of
 from model_check.observe.numerics.finite import LocalCheck
 from model_check.observe.numerics.ranges import checkable, is_finite
@@ -36,6 +41,7 @@ _TIMINGS = 4
 _FRAMES_UP = 16
 _STEPS_SEARCHED = 3
 _THE_GRADIENT = "the gradient of "
+_FUNCTIONS = torch.autograd.function.__file__
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "._flat_param", "_flat_param")
 
 
@@ -89,37 +95,72 @@ class _Speed:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Something that was looked at."""
+
+    name: str  # in words
+    exchange: int = 0  # its number among the exchanges of the step's passes, from 1; 0: it was in none of them
+    group: Any = ""  # the name of the process group
+    spreads: bool = False  # what comes back goes on through the pass: it holds no gradients of parameters
+
+    def brought(self) -> Brought | None:
+        if not self.exchange:
+            return None
+        try:
+            group = torch.distributed.distributed_c10d._resolve_process_group(self.group)
+            ranks = tuple(torch.distributed.get_process_group_ranks(group))
+        except (RuntimeError, ValueError, KeyError):  # it has been destroyed since
+            return None
+        return Brought(self.exchange, ranks, self.spreads)
+
+
+@dataclass(frozen=True)
 class Looked:
     """What a look at a step's gradients will show, once the device has answered."""
 
-    parts: Sequence[tuple[Sequence[str], Reading]]  # the nearest to the loss first
-    numbers: int  # how many were looked at
+    parts: Sequence[tuple[Sequence[Piece], Reading]]  # the nearest to the loss first
+    numbers: int  # how many of gradients were looked at
     before_exchange: bool
-    bad_now: str = ""  # a bad one that is known already
+    bad_now: Sequence[Piece] = ()  # bad ones that are known already, in their order
+    earlier: Looked | None = None  # at what went through the passes
+
+    def with_earlier(self, earlier: Looked | None) -> Looked:
+        return self if earlier is None else replace(self, earlier=earlier)
 
     @property
     def ready(self) -> bool:
-        return all(reading.ready for _, reading in self.parts)
+        return all(reading.ready for _, reading in self.parts) and (self.earlier is None or self.earlier.ready)
 
     def bad(self) -> str:
-        """The first that was not finite, in words; empty where all were. Waits for the device."""
-        if self.bad_now:
-            return self.bad_now
-        for names, reading in self.parts:
+        """The first gradient that was not finite, in words; empty where all were. Waits for the device."""
+        return next((piece.name for piece in self.all_bad() if not piece.spreads), "")
+
+    def brought(self, usual: Container[int] = ()) -> Brought | None:
+        """The first exchange to which this rank brought a bad number, but for those of which that is known as usual."""
+        pieces = [piece for piece in self.all_bad() if piece.exchange and piece.exchange not in usual]
+        return min(pieces, key=lambda piece: piece.exchange).brought() if pieces else None
+
+    def all_bad(self) -> list[Piece]:
+        found = [*(self.earlier.all_bad() if self.earlier is not None else ()), *self.bad_now]
+        for pieces, reading in self.parts:
             for number, value in enumerate(reading.value()):
-                if not math.isfinite(value):
-                    return names[min(number, len(names) - 1)]
-        return ""
+                piece = pieces[min(number, len(pieces) - 1)]
+                if math.isnan(value) if piece.spreads else not math.isfinite(value):
+                    found.append(piece)
+        return found
 
 
 @dataclass
 class _Pieces:
     """What was looked at in the passes of the step in progress."""
 
-    names: dict[torch.device, list[str]] = field(default_factory=dict)
-    numbers: int = 0
+    looked_at: dict[torch.device, list[Piece]] = field(default_factory=dict)
+    numbers: int = 0  # of gradients
+    buckets: int = 0
+    exchanges: int = 0  # whether or not they were looked at
+    mixed_at: int = 0  # the first of them whose result went on through a pass; 0: none
     seen: set[int] = field(default_factory=set)  # parameters whose gradients have been
-    bad_now: str = ""
+    bad_now: list[Piece] = field(default_factory=list)
 
 
 class OwnGradients:
@@ -134,6 +175,8 @@ class OwnGradients:
         self._buckets: dict[tuple[int, int], str] = {}
         self._steps_looked = 0
         self._shapes: set[tuple[int, ...]] = set()
+        self._usual: set[int] = set()  # exchanges of a pass that bring NaN in good health too, a metric of nothing
+        self._in_shards: set[int] = set()  # parameters that show only this rank's part of them
         self._pieces = _Pieces()
         self.forget()
 
@@ -143,7 +186,9 @@ class OwnGradients:
         self._decided: bool | None = None
         self._pieces = _Pieces()
         self._looked: Looked | None = None
+        self._earlier: Looked | None = None
         self._computed = False
+        self._exchanged = False
 
     @property
     def _looking(self) -> bool:
@@ -159,41 +204,86 @@ class OwnGradients:
                 name = name.replace(wrapper, "")
             self._names[id(parameter)] = f"{_THE_GRADIENT}{name.removeprefix('module.') or 'the root module'}"
             self._shapes.add(tuple(parameter.shape))
+        for part in module.modules():
+            if any(base.__name__ == "FullyShardedDataParallel" for base in type(part).__mro__):
+                self._in_shards.update(map(id, part.parameters()))
+
+    def sharded(self, optimizer: Any) -> bool:
+        """This rank holds parts of the parameters: as DTensors, in FSDP's flat ones, or as views of those."""
+        return any(self._is_shard(p) for group in optimizer.param_groups for p in group["params"])
+
+    def _is_shard(self, parameter: Any) -> bool:
+        own = id(parameter) in self._in_shards
+        return own or hasattr(parameter, "_local_tensor") or hasattr(parameter, "_sharded_size")
 
     # Before an exchange
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, trained: Iterable[Any]) -> None:
         """More is added to the gradients: what was seen of them after an earlier pass is no longer all."""
+        if self._computed:
+            shards = [parameter for parameter in trained if self._is_shard(parameter)]
+            if shards and all(parameter.grad is None for parameter in shards):
+                self.forget()  # thrown away without a step; where a rank holds whole ones, its gradients tell
         self._looked = None
         self._computed = True
 
-    def reduction_in_backward(self, given: Sequence[torch.Tensor], modules: Iterable[Any]) -> None:
-        """Gradients of parameters travel in flat buffers, or as they are; others are those of activations."""
-        flat = [t for tensor in given if (t := local(tensor)) is not None and checkable(t) and t.numel()]
-        flat = [tensor for tensor in flat if tensor.dim() == 1 or tuple(tensor.shape) in self._shapes]
-        if not flat or not self._looking or capturing(flat[0]):
-            return
-        unit = _fsdp_unit(sys._getframe(1), self._names)
-        for tensor in flat:
-            self._look(tensor, unit, modules)
+    def exchange_in_forward(self, given: Sequence[torch.Tensor], group: Any) -> None:
+        """What a rank brings there are activations, or sums over them."""
+        self._pieces.exchanges += 1
+        self._mixes(given)
+        for tensor in self._readable(given):
+            self._look(tensor, self._spreading(group), ())
 
-    def _look(self, tensor: torch.Tensor, unit: str, modules: Iterable[Any]) -> None:
+    def exchange_in_backward(self, given: Sequence[torch.Tensor], group: Any, modules: Iterable[Any]) -> None:
+        """Gradients of parameters travel in flat buffers, or as they are; others are those of activations."""
         pieces = self._pieces
-        pieces.numbers += tensor.numel()
-        names = pieces.names.setdefault(tensor.device, [])
-        names.append(unit or self._bucket_name(len(names), tensor, modules))
+        pieces.exchanges += 1
+        unit, of_activations = _who_reduces(sys._getframe(1), self._names)
+        gradients = [t for t in given if not of_activations and (t.dim() == 1 or tuple(t.shape) in self._shapes)]
+        self._exchanged = self._exchanged or bool(gradients) or not given
+        for tensor in self._readable(gradients):
+            pieces.numbers += tensor.numel()
+            pieces.buckets += 1
+            name = unit or self._bucket_name(pieces.buckets - 1, tensor, modules)
+            self._look(tensor, Piece(name, pieces.exchanges, _name_of(group)), modules)
+        if gradients:
+            return
+        self._mixes(given)
+        for tensor in self._readable(given):
+            self._look(tensor, self._spreading(group), ())
+
+    def _mixes(self, given: Sequence[torch.Tensor]) -> None:
+        if any(tensor.is_floating_point() for tensor in given):
+            self._pieces.mixed_at = self._pieces.mixed_at or self._pieces.exchanges
+
+    def _readable(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Nothing while somebody records every operation of torch's: ours would be among them."""
+        plain = [t for tensor in given if (t := local(tensor)) is not None and checkable(t) and t.numel()]
+        if not plain or not self._looking or capturing(plain[0]) or torch._C._len_torch_dispatch_stack():
+            return []
+        return plain
+
+    def _spreading(self, group: Any) -> Piece:
+        return Piece("what goes through a pass", self._pieces.exchanges, _name_of(group), spreads=True)
+
+    def _look(self, tensor: torch.Tensor, piece: Piece, modules: Iterable[Any]) -> None:
+        pieces = self._pieces
+        looked_at = pieces.looked_at.setdefault(tensor.device, [])
+        looked_at.append(piece)
         with torch.no_grad():
             if tensor.is_cpu:
                 began = time.perf_counter()
-                good = math.isfinite(torch.sum(tensor, dtype=torch.float32).item()) or is_finite(tensor)
-                if not good and not pieces.bad_now:
-                    pieces.bad_now = self._named_now(tensor, modules) or names[-1]
+                total = torch.sum(tensor, dtype=torch.float32).item()
+                if piece.spreads:
+                    pieces.bad_now += [piece] * math.isnan(total)  # infinity is what masks and maxima are made of
+                elif not math.isfinite(total) and not is_finite(tensor):
+                    pieces.bad_now.append(replace(piece, name=self._named_now(tensor, modules) or piece.name))
                 self._budget.spend(time.perf_counter() - began)
                 return
             check = self._checks.get(tensor.device)
             if check is None:
                 check = self._checks[tensor.device] = LocalCheck(tensor.device)
-            if len(names) == 1:  # not when a step is forgotten: a forked child does that too, and has no device
+            if len(looked_at) == 1:  # not when a step is forgotten: a forked child does that too, and has no device
                 check.begin()
             self._budget.spend(self._speed.look(check, tensor))
 
@@ -233,62 +323,88 @@ class OwnGradients:
     def backward_ended(self) -> None:
         """Sends for the answers: by the time the optimizer is called they may be here."""
         pieces = self._pieces
-        if not pieces.numbers:
+        if not pieces.looked_at:
             return
         parts = [
-            (names, Reading.of(self._checks[device].sums()) if device.type == "cuda" else Reading([]))
-            for device, names in pieces.names.items()
+            (looked_at, Reading.of(self._checks[device].sums()) if device.type == "cuda" else Reading([]))
+            for device, looked_at in pieces.looked_at.items()
         ]
-        self._looked = Looked(parts, pieces.numbers, before_exchange=True, bad_now=pieces.bad_now)
+        self._earlier = Looked(parts, pieces.numbers, before_exchange=True, bad_now=tuple(pieces.bad_now))
+        if pieces.numbers:  # activations alone say nothing of gradients that are still to be exchanged, or never are
+            self._looked = self._earlier
 
-    def reduction_after_backward(self, parameters: Callable[[], Sequence[Any]]) -> None:
+    def exchange_after_backward(self, parameters: Callable[[], Sequence[Any]]) -> None:
         """The script's own exchange begins: what it has computed is still its own."""
         if self._computed and self._looked is None and self._looking:
-            self._looked = self._look_at(parameters(), before_exchange=True)
+            self._looked = self._look_at(parameters(), before_exchange=not self._exchanged)
+        self._exchanged = self._exchanged or self._computed
+
+    def brought(self, looked: Looked | None) -> Brought | None:
+        """Where the bad number of this step first left this rank, as far as that is known."""
+        return looked.brought(self._usual) if looked is not None else None
+
+    def mixed_before(self, brought: Brought | None) -> bool:
+        """Something of the peers' had gone through a pass by then."""
+        mixed_at = self._pieces.mixed_at
+        return mixed_at > 0 and (brought is None or mixed_at < brought.number)
+
+    def step_was_good(self, looked: Looked | None) -> None:
+        """Whatever was brought to its exchanges is no sign of a fault."""
+        if looked is not None:
+            self._usual.update(piece.exchange for piece in looked.all_bad() if piece.spreads)
 
     # Where nothing was exchanged
 
     def at_the_optimizer(self, parameters: Sequence[Any]) -> Looked | None:
         """What is known of this step's gradients; None where the budget did not cover them."""
         if self._looked is None and self._looking:
-            return self._look_at(parameters, before_exchange=False)
+            return self._look_at(parameters, before_exchange=not self._exchanged)
         return self._looked
 
     def _look_at(self, parameters: Sequence[Any], *, before_exchange: bool) -> Looked | None:
         began = time.perf_counter()
-        by_device: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
+        by_device: dict[torch.device, tuple[list[Piece], list[torch.Tensor]]] = {}
         for parameter in reversed(parameters):
             gradient = gradient_of(parameter)
             if gradient is not None and gradient.numel() and checkable(gradient):
-                names, gradients = by_device.setdefault(gradient.device, ([], []))
-                names.append(self._name(parameter))
+                pieces, gradients = by_device.setdefault(gradient.device, ([], []))
+                pieces.append(Piece(self._name(parameter)))
                 gradients.append(gradient.detach())
         parts, numbers = [], 0
-        for device, (names, gradients) in by_device.items():
+        for device, (pieces, gradients) in by_device.items():
             if (norms := norms_of(gradients)) is None:
                 return None
-            parts.append((names, norms))
+            parts.append((pieces, norms))
             numbers += sum(gradient.numel() for gradient in gradients)
             if device.type == "cuda":
                 self._budget.spend(self._speed.seconds(sum(gradient.nbytes for gradient in gradients)))
         if not any(device.type == "cuda" for device in by_device):
             self._budget.spend(time.perf_counter() - began)
-        return Looked(parts, numbers, before_exchange) if parts else None
+        return Looked(parts, numbers, before_exchange).with_earlier(self._earlier) if parts else None
 
     def _name(self, parameter: Any) -> str:
         return self._names.get(id(parameter)) or f"{_THE_GRADIENT}a parameter of shape {tuple(parameter.shape)}"
 
 
-def _fsdp_unit(frame: FrameType | None, known: Mapping[int, str]) -> str:
-    """The unit whose gradients FSDP is about to reduce, in words; empty where FSDP is not among the callers."""
+def _name_of(group: Any) -> str:
+    return str(torch.distributed.ProcessGroup.unbox(group).group_name)
+
+
+def _who_reduces(frame: FrameType | None, known: Mapping[int, str]) -> tuple[str, bool]:
+    """The unit whose gradients FSDP is about to reduce, in words, and whether an autograd.Function is in its backward.
+
+    FSDP calls its own reductions out of such a function too; anybody else's there are of activations.
+    """
+    inside_function = False
     for _ in range(_FRAMES_UP):
         if frame is None:
-            return ""
+            break
         called = frame.f_code.co_name
         if called == "post_backward":
             unit = getattr(frame.f_locals.get("self"), "_module_fqn", None)
-            return f"the gradients of {unit or 'the root module'}"
+            return f"the gradients of {unit or 'the root module'}", False
         if called == "_post_backward_hook":
-            return known.get(id(getattr(frame.f_locals.get("handle"), "flat_param", None)), "")
+            return known.get(id(getattr(frame.f_locals.get("handle"), "flat_param", None)), ""), False
+        inside_function = inside_function or (called == "apply" and frame.f_code.co_filename == _FUNCTIONS)
         frame = frame.f_back
-    return ""
+    return "", inside_function

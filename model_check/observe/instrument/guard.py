@@ -117,6 +117,7 @@ class Guard:
         self.history = History()
         self._inputs = Inputs()
         self._calls_seen = 0
+        self._learning = False  # a forward is under way whose result may be learnt from
         self._passes: list[_Pass] = []
         self._reports = 0
         self._late = _Late()
@@ -141,9 +142,12 @@ class Guard:
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         self._begin_anew()
-        return self._inputs.begins(module, args, kwargs) if self.on else None
+        call = self._inputs.begins(module, args, kwargs) if self.on else None
+        self._learning = call is not None
+        return call
 
     def forward_ended(self, call: Call, result: Any) -> None:
+        self._learning = False
         self._inputs.ended(call, result)
 
     def backward_begins(self, root: Any, loss: Reading | None, *, scaled: bool = False) -> None:
@@ -151,7 +155,7 @@ class Guard:
         self._begin_anew()
         if not self.on:
             return
-        self._own.backward_begins()
+        self._own.backward_begins(p for probed in self._probed.values() for p in probed.all)
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
         self._last_place = Place.of(sys._getframe(1))
@@ -167,12 +171,16 @@ class Guard:
             # Looked at now: the graph still has its numbers, and the script may yet decide to leave this step out.
             this.hit = Hit.in_forward(loss.value(), calls, root.grad_fn, this.place)
 
-    def reduction_begins(self, given: list[torch.Tensor], *, in_backward: bool) -> None:
-        """A reduction is about to be started with what this rank brings to it."""
+    def exchange_in_pass(self, given: list[torch.Tensor], group: Any, *, in_backward: bool) -> None:
+        """A collective is about to be started in the middle of a pass, with what this rank brings to a reduction."""
         if self.on and in_backward:
-            self._own.reduction_in_backward(given, self._modules())
-        elif self.on and not self._settled:
-            self._own.reduction_after_backward(self._trained)
+            self._own.exchange_in_backward(given, group, self._modules())
+        elif self.on and self._learning:
+            self._own.exchange_in_forward(given, group)
+
+    def exchange_after_backward(self) -> None:
+        if self.on and not self._settled:
+            self._own.exchange_after_backward(self._trained)
 
     def backward_ended(self) -> None:
         if self.on:
@@ -203,13 +211,16 @@ class Guard:
                 self._harmless(step, bad, grad_norm)
             bad = None
         if bad is not None:
-            self._found(step, bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place), grad_norm)
+            hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
+            self._found(step, self._among_peers(hit, in_time), grad_norm)
         elif self._any_bad(known, in_time):
             own = _own_share(in_time, optimizer)
             # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
-            if (own.bad and _sharded(optimizer)) or not _gradients_finite(optimizer):
-                self._found(step, self._gradient_hit(own), grad_norm)
+            if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
+                self._found(step, self._among_peers(self._gradient_hit(own), in_time), grad_norm)
+        else:
+            self._own.step_was_good(in_time)
         self._late = _Late(step, [size for size in sizes if size not in ready], looked if in_time is None else None)
         self.history.step(self._loss(), grad_norm, self._rate)
         self._settled = True
@@ -248,7 +259,7 @@ class Guard:
         probed_bad = not all(math.isfinite(size.value()) for size in late.sizes)
         own = _own_share(late.looked, optimizer)
         # A script may mend what it was given; whatever it applied, its weights show.
-        if not probed_bad and (not own.bad or (not _sharded(optimizer) and _weights_finite(optimizer))):
+        if not probed_bad and (not own.bad or (not self._own.sharded(optimizer) and _weights_finite(optimizer))):
             return False
         self._found(late.step, Hit.too_late(self.history.before[-1].loss, self._last_place, own), math.nan)
         return True
@@ -261,6 +272,11 @@ class Guard:
         if own.clean:
             return Hit.received_gradients(self._loss(), self._last_place)
         return Hit.in_backward(self._loss(), self._inputs.calls, self._poles(), self._last_place, own)
+
+    def _among_peers(self, hit: Hit, looked: Looked | None) -> Hit:
+        """With what is known of the exchanges of this step: enough to tell who was first."""
+        brought = self._own.brought(looked)
+        return replace(hit, brought=brought, mixed=self._own.mixed_before(brought))
 
     def _modules(self) -> list[Any]:
         """Those that this step has called; asked for the names of their parameters when they are first met."""
@@ -358,12 +374,6 @@ def _gradients_finite(optimizer: Any) -> bool:
 def _weights_finite(optimizer: Any) -> bool:
     weights = (local(p) for group in optimizer.param_groups for p in group["params"])
     return all(is_finite(weight) for weight in weights if weight is not None and checkable(weight))
-
-
-def _sharded(optimizer: Any) -> bool:
-    """This rank holds parts of the parameters, as DTensors or in FSDP's flat ones."""
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    return any(hasattr(p, "_local_tensor") or hasattr(p, "_sharded_size") for p in held)
 
 
 def _own_share(looked: Looked | None, optimizer: Any) -> OwnShare:

@@ -7,6 +7,7 @@ inference, compiled code), writes a record, and passes the same arguments on: re
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,8 +59,33 @@ _OPERATORS = {
 Listener = Callable[[str, Any, Any], Callable[[Any], None]]
 """Told of a call before its backend has it: operation, tensor, process group. What it returns is told the result."""
 
-Told = Callable[[list[torch.Tensor]], None]
-"""Told of a reduction before its backend has it: the tensors that this rank brings, still its own."""
+Told = Callable[[list[torch.Tensor], Any], None]
+"""Told of an exchange before its backend has it: the tensors that this rank brings to a reduction, still its own (none
+where nothing is added up), and the process group as the dispatcher holds it."""
+
+
+class NeedsPeers(RuntimeError):
+    """What this rank runs by itself wants to exchange something: its peers are not there."""
+
+
+class Lone:
+    """What one rank runs by itself: no call of it reaches a peer."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._thread = threading.get_ident()
+
+    def includes_this_thread(self) -> bool:
+        """The one that began it, or one of autograd's own, which work for it; a thread of the script's goes on."""
+        here = threading.get_ident()
+        if here == self._thread or torch._C._current_graph_task_id() == -1:
+            return here == self._thread
+        python = (t for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
+        return all(thread.ident != here for thread in python)
+
+    def stop(self) -> None:
+        self.stopped = True
+        raise NeedsPeers("no rank takes part in what another one runs by itself")
 
 
 class _Registered:
@@ -68,6 +94,7 @@ class _Registered:
     library: Any = None
     listeners: ClassVar[tuple[Listener, ...]] = ()
     told: ClassVar[tuple[Told, ...]] = ()
+    lone: ClassVar[Lone | None] = None
 
 
 def install() -> None:
@@ -101,6 +128,20 @@ def stop_telling(told: Told) -> None:
     _Registered.told = tuple(known for known in _Registered.told if known != told)
 
 
+@contextmanager
+def by_itself() -> Iterator[Lone]:
+    """What runs inside is no part of the job's order of calls: its first one is refused, and written down nowhere."""
+    thread = BOX.thread
+    depth, before = thread.depth, _Registered.lone
+    _Registered.lone = lone = Lone()
+    thread.depth = depth + 1
+    try:
+        yield lone
+    finally:
+        thread.depth = depth
+        _Registered.lone = before
+
+
 def uninstall() -> None:
     """Takes the kernels out again: collectives reach their backend as if we had never been here."""
     if _Registered.library is not None:
@@ -129,13 +170,16 @@ def _tensors(given: Any) -> list[torch.Tensor]:
 def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any], Any]) -> Callable[..., Any]:
     op, phase, tensor_at, group_at = operator.op, operator.phase, operator.tensor, operator.group
     peer_at, given_at = operator.peer, operator.given
+    exchanges = tensor_at is not None
     redispatch = target._handle.redispatch_boxed  # what `target.redispatch` calls, without a frame of its own
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if given_at is not None:
+        if _Registered.lone is not None and _Registered.lone.includes_this_thread():
+            _Registered.lone.stop()
+        if exchanges:
             for told in _Registered.told:
                 with _dropping(told):
-                    told(_tensors(args[given_at]))
+                    told([] if given_at is None else _tensors(args[given_at]), args[group_at])
         if not _Registered.listeners:
             return record(keyset, args, kwargs)
         tensor = None if tensor_at is None else args[tensor_at]

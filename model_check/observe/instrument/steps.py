@@ -83,9 +83,14 @@ def backward_ended() -> None:
 
 
 @_harmless
-def reduction_begins(given: list[torch.Tensor], *, in_backward: bool) -> None:
-    """The dispatcher is about to hand a reduction to its backend."""
-    GUARD.reduction_begins(given, in_backward=in_backward)
+def exchange_in_pass(given: list[torch.Tensor], group: Any, *, in_backward: bool) -> None:
+    """The dispatcher is about to hand a collective to its backend, in the middle of a forward or a backward."""
+    GUARD.exchange_in_pass(given, group, in_backward=in_backward)
+
+
+@_harmless
+def exchange_after_backward() -> None:
+    GUARD.exchange_after_backward()
 
 
 @_harmless

@@ -53,14 +53,18 @@ def _numbers() -> Any:
         return None
     from model_check.observe.instrument import native, steps
 
-    native.tell_of_reductions(_reduction_begins)
+    native.tell_of_reductions(_exchange_begins)
     return steps
 
 
-def _reduction_begins(given: list[torch.Tensor]) -> None:
-    """Those of a forward are of activations, and those of an optimizer come too late."""
-    if not _NOW.forward and _NOW.optimizer is None and (steps := _numbers()) is not None:
-        steps.reduction_begins(given, in_backward=_NOW.backward > 0)
+def _exchange_begins(given: list[torch.Tensor], group: Any) -> None:
+    """Those of an optimizer come too late; a closure that it calls makes its gradients there."""
+    if (steps := _numbers()) is None:
+        return
+    if _NOW.forward or _NOW.backward:
+        steps.exchange_in_pass(given, group, in_backward=_NOW.backward > 0)
+    elif _NOW.optimizer is None:
+        steps.exchange_after_backward()
 
 
 def _during_data(original: Original) -> Original:

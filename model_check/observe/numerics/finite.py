@@ -70,7 +70,7 @@ def watch_replica(device: torch.device) -> LocalCheck:
     check = LocalCheck(device)
     known = weakref.ref(check)
 
-    def reduces(given: list[torch.Tensor]) -> None:
+    def reduces(given: list[torch.Tensor], _group: Any) -> None:
         watching = known()
         if watching is None:
             native.stop_telling(reduces)
