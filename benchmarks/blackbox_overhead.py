@@ -2,6 +2,7 @@
 
     python benchmarks/blackbox_overhead.py                    two gloo ranks on the CPU
     python benchmarks/blackbox_overhead.py --device cuda      one rank on a GPU
+    python benchmarks/blackbox_overhead.py --device cuda --waits     a script that waits for its GPU in every step
     python benchmarks/blackbox_overhead.py --guard off        without the numerics guard, which `run` has on
 
 The script runs blocks of steps; before every other block its ranks switch the black box off: nothing is recorded, and
@@ -47,7 +48,7 @@ from model_check.observe.instrument import native, training
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.guard import GUARD
 
-device, width, depth, batch, pairs, steps, dropped = sys.argv[1], *map(int, sys.argv[2:8])
+device, width, depth, batch, pairs, steps, dropped, waits = sys.argv[1], *map(int, sys.argv[2:9])
 on_gpu = device == "cuda"
 dist.init_process_group("nccl" if on_gpu else "gloo")
 torch.manual_seed(0)
@@ -78,19 +79,24 @@ def switch(on):
 
 
 def block():
-    wall, cpu = [], []
-    for (x,) in DataLoader(data, batch_size=batch):
-        start, start_cpu = time.perf_counter(), time.process_time()
+    # The mean: where looking at all gradients is dear, it is done in some of the steps.
+    for number, (x,) in enumerate(DataLoader(data, batch_size=batch)):
+        if number == dropped:
+            settle()
+            start, start_cpu = time.perf_counter(), time.process_time()
         loss = net(x.to(device)).square().mean()
         loss.backward()
         opt.step()
         opt.zero_grad()
-        if on_gpu:
-            torch.cuda.synchronize()
-        wall.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - start_cpu)
-    # The mean: where looking at all gradients is dear, it is done in some of the steps.
-    return sum(wall[dropped:]) / steps, sum(cpu[dropped:]) / steps
+        if waits:
+            settle()
+    settle()
+    return (time.perf_counter() - start) / steps, (time.process_time() - start_cpu) / steps
+
+
+def settle():
+    if on_gpu:
+        torch.cuda.synchronize()
 
 
 def best(call, calls=20, repeats=40):
@@ -193,9 +199,10 @@ class Shape:
     pairs: int
     steps: int
     dropped: int = 3  # steps after a switch
+    waits: bool = False  # for the GPU, in every step
 
     def arguments(self) -> list[str]:
-        numbers = (self.width, self.depth, self.batch, self.pairs, self.steps, self.dropped)
+        numbers = (self.width, self.depth, self.batch, self.pairs, self.steps, self.dropped, int(self.waits))
         return [self.device, *map(str, numbers)]
 
 
@@ -288,9 +295,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30, help="blocks with and without, in turns (default 30)")
     parser.add_argument("--steps", type=int, default=20, help="steps in a block (default 20)")
     parser.add_argument("--guard", choices=("observe", "off"), default="observe", help="the numerics guard")
+    parser.add_argument("--waits", action="store_true", help="the script waits for its GPU in every step")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    how = {"pairs": options.pairs, "steps": options.steps}
+    how = {"pairs": options.pairs, "steps": options.steps, "waits": options.waits}
     if options.device == "cuda":
         shape = Shape("cuda", ranks=1, width=2048, depth=8, batch=1024, **how)
     else:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from model_check.observe.instrument import native
+from model_check.observe.instrument.collectives import bytes_in
 
 _COMPACT_EVERY = 2048
 _MOST_PENDING = 64  # a Work holds its tensors: one that nobody in Python waits for must not be kept
@@ -398,7 +399,7 @@ def _overlap(kind: _Kind) -> float | None:
 def _nbytes(tensor: Any) -> int:
     if isinstance(tensor, (list, tuple)):
         return sum(_nbytes(part) for part in tensor)
-    return tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+    return bytes_in(tensor) if isinstance(tensor, torch.Tensor) else 0
 
 
 def _cuda_device_of(tensor: Any) -> torch.device | None:

@@ -59,7 +59,7 @@ elif wrapped == "fsdp":
     fully_shard(model[2])
     fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-batch = torch.randn(256, 1024, device="cuda")
+batch = torch.randn(32768, 1024, device="cuda")  # the host runs ahead
 for step in range(8):
     torch.cuda.set_sync_debug_mode("error" if 2 <= step < bad_step and not waits else "default")
     loss = model(batch).square().mean()

@@ -325,3 +325,35 @@ def test_what_a_rank_runs_by_itself_calls_nobody_and_other_threads_go_on() -> No
             torch.autograd.grad(numbers.sum(), numbers)
         assert lone.stopped
     assert dist.all_reduce(elsewhere) is None
+
+
+SPARSE = """
+import math
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DDP(nn.Sequential(nn.Embedding(64, 8, sparse=True), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(5):
+    loss = model(torch.arange(4) + step).mean()
+    if step == 3 and rank == 1:
+        loss = loss * math.nan
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_sparse_gradients_are_recorded_and_do_not_end_the_watching(run: Runner) -> None:
+    outcome = run(SPARSE, world=2, env={"MODEL_CHECK_GUARD": "observe"})
+    assert outcome.codes == [0, 0], outcome.errors
+    assert outcome.crumbs(1)[-1].step == 5
+    (event,) = outcome.events("nonfinite", rank=1)
+    assert (event["step"], event["cause"]) == (3, "MC401")

@@ -137,6 +137,33 @@ for step in range(6):
 print("finite", bool(torch.isfinite(model.weight).all()))
 """
 
+HARMLESS_PART = """
+model = nn.Linear(4, 3)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    for part in range(3):
+        labels = torch.full((6,), -100) if (step, part) == (2, BAD) else torch.arange(6) % 3
+        loss = F.cross_entropy(model(torch.randn(6, 4)), labels)  # HERE
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
+print("finite", bool(torch.isfinite(model.weight).all()))
+"""
+
+THROWN_AWAY = """
+model = nn.Linear(4, 3)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    for part in range(3):
+        loss = model(torch.randn(6, 4)).square().mean() * (float("nan") if (step, part) == (2, 1) else 1.0)
+        loss.backward()
+        if not torch.isfinite(loss):
+            opt.zero_grad()
+    opt.step()
+    opt.zero_grad()
+print("finite", bool(torch.isfinite(model.weight).all()))
+"""
+
 FIRST_LAYER_ONLY = """
 class Net(nn.Module):
     def __init__(self):
@@ -215,6 +242,21 @@ def test_a_loss_of_nan_that_spoils_nothing_is_told_once_and_stops_nobody(run: Ru
     assert outcome.outputs[0].split() == ["finite", "True"]
     assert (event["cause"], event["step"], event["action"]) == ("MC408", 1, "observe")
     assert "observed: every gradient is finite all the same, so the step spoils no weight" in event["evidence"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_loss_of_nan_of_any_part_of_a_step_is_told(run: Runner, part: int) -> None:
+    event = event_of(run(HEAD + HARMLESS_PART.replace("BAD", str(part)), env={"MODEL_CHECK_GUARD": "observe"}))
+    assert (event["cause"], event["step"]) == ("MC408", 2)
+    assert "observed: every gradient is finite all the same, so the step spoils no weight" in event["evidence"]
+
+
+@pytest.mark.slow
+def test_a_part_of_a_step_that_the_script_throws_away_is_its_own_business(run: Runner) -> None:
+    outcome = run(HEAD + THROWN_AWAY, env={"MODEL_CHECK_GUARD": "observe"})
+    assert outcome.outputs[0].split() == ["finite", "True"]
+    assert outcome.events("nonfinite") == [] and outcome.events("guard_failed") == []
 
 
 def test_halt_refuses_the_step_of_a_closure(run: Runner) -> None:

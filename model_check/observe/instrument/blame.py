@@ -205,7 +205,7 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
         "op": site.op or None,
         "location": site.location or f"{file}:{line}",
         "function": site.function or function,
-        "tensor": origin.given,
+        "tensor": origin.given or hit.own.bad.removeprefix("the ") or None,
         "ranges": [entry.record() for entry in (origin.before or hit.replay.passed)],
         "deterministic": True,
         "sample_ids": samples if len(samples) < _batch_size(hit.call) else [],

@@ -107,6 +107,11 @@ class _Objects:
     count: int
 
 
+def bytes_in(tensor: torch.Tensor) -> int:
+    """What it holds. A sparse one does not know, and lists another count on each rank: as if it were dense."""
+    return tensor.nbytes if tensor.layout is torch.strided else tensor.numel() * tensor.element_size()
+
+
 def describe_tensor(tensor: Any) -> tuple[int, int, int, int, int, int, int]:
     """(dtype, bytes, number of dimensions, the first four) of a tensor, or of the first of a list of tensors."""
     if isinstance(tensor, (list, tuple)):
@@ -115,15 +120,15 @@ def describe_tensor(tensor: Any) -> tuple[int, int, int, int, int, int, int]:
         if not tensor:
             return _NO_TENSOR
         dtype, _, ndim, d0, d1, d2, d3 = describe_tensor(tensor[0])
-        nbytes = sum(part.nbytes for part in tensor if isinstance(part, torch.Tensor))
+        nbytes = sum(bytes_in(part) for part in tensor if isinstance(part, torch.Tensor))
         return dtype, nbytes, ndim, d0, d1, d2, d3
     if not isinstance(tensor, torch.Tensor):
         return (0, 0, 1, tensor.count, 0, 0, 0) if isinstance(tensor, _Objects) else _NO_TENSOR
     shape = tensor.shape
     if len(shape) == 1:  # gradients travel in flat buckets
-        return _DTYPES.get(tensor.dtype, _OTHER_DTYPE), tensor.nbytes, 1, shape[0], 0, 0, 0
+        return _DTYPES.get(tensor.dtype, _OTHER_DTYPE), bytes_in(tensor), 1, shape[0], 0, 0, 0
     d0, d1, d2, d3 = (*shape[:MAX_DIMS], 0, 0, 0, 0)[:MAX_DIMS]
-    return _DTYPES.get(tensor.dtype, _OTHER_DTYPE), tensor.nbytes, min(len(shape), 255), d0, d1, d2, d3
+    return _DTYPES.get(tensor.dtype, _OTHER_DTYPE), bytes_in(tensor), min(len(shape), 255), d0, d1, d2, d3
 
 
 class Issued(NamedTuple):

@@ -53,6 +53,11 @@ class _Pass:
     place: Place | None
     poles: list[Pole] = field(default_factory=list)
     hit: Hit | None = None
+    taken_out: bool = False  # the script threw its gradients away before the next pass began
+
+    def gradients_are_gone(self) -> bool:
+        """Of all that it called. Gradients of 0 say nothing: a batch without a single label has them too."""
+        return bool(self.calls) and all(p.grad is None for call in self.calls for p in call.module.parameters())
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,9 @@ class _Late:
     step: int = 0
     sizes: Sequence[Reading] = ()
     looked: Looked | None = None
+
+
+_NOTHING_LATE = _Late()
 
 
 def _size(parameter: Any) -> Reading | None:
@@ -120,7 +128,7 @@ class Guard:
         self._learning = False  # a forward is under way whose result may be learnt from
         self._passes: list[_Pass] = []
         self._reports = 0
-        self._late = _Late()
+        self._late: weakref.WeakKeyDictionary[Any, _Late] = weakref.WeakKeyDictionary()
         self._own = OwnGradients(every_step=self.mode == "halt")
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._probed: weakref.WeakKeyDictionary[Any, _Probed] = weakref.WeakKeyDictionary()
@@ -161,6 +169,9 @@ class Guard:
         self._last_place = Place.of(sys._getframe(1))
         if loss is None or scaled:
             return
+        if self._passes and self._passes[-1].gradients_are_gone():
+            for earlier in self._passes:
+                earlier.taken_out = True
         this = _Pass(loss, calls, self._last_place)
         self._passes.append(this)
         if not loss.ready:
@@ -205,10 +216,8 @@ class Guard:
         bad = self._bad_pass()
         grad_norm = math.hypot(*known) if known else math.nan
         if bad is not None and _gradients_finite(optimizer):
-            # The script took this pass out of its gradients, or they do not depend on what is bad in it. Nobody took
-            # out what was the last to be added.
-            if bad is self._passes[-1]:
-                self._harmless(step, bad, grad_norm)
+            # They do not depend on what is bad in it: of a batch without a single label the loss is 0/0, the slope 0.
+            self._harmless(step, bad, grad_norm)
             bad = None
         if bad is not None:
             hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
@@ -221,7 +230,8 @@ class Guard:
                 self._found(step, self._among_peers(self._gradient_hit(own), in_time), grad_norm)
         else:
             self._own.step_was_good(in_time)
-        self._late = _Late(step, [size for size in sizes if size not in ready], looked if in_time is None else None)
+        unanswered = [size for size in sizes if size not in ready]
+        self._late[optimizer] = _Late(step, unanswered, looked if in_time is None else None)
         self.history.step(self._loss(), grad_norm, self._rate)
         self._settled = True
 
@@ -255,7 +265,7 @@ class Guard:
 
     def _spoilt_before(self, optimizer: Any) -> bool:
         """The step before has spoilt the weights, and with them this one's loss: told first."""
-        late, self._late = self._late, _Late()
+        late = self._late.pop(optimizer, _NOTHING_LATE)
         probed_bad = not all(math.isfinite(size.value()) for size in late.sizes)
         own = _own_share(late.looked, optimizer)
         # A script may mend what it was given; whatever it applied, its weights show.
@@ -293,7 +303,8 @@ class Guard:
         return list({id(p): p for p in known if p.requires_grad}.values())
 
     def _bad_pass(self) -> _Pass | None:
-        return next((this for this in self._passes if not math.isfinite(this.loss.value())), None)
+        kept = (this for this in self._passes if not this.taken_out)
+        return next((this for this in kept if not math.isfinite(this.loss.value())), None)
 
     def _loss(self) -> float:
         return float(self._passes[-1].loss.value()) if self._passes else math.nan
