@@ -123,6 +123,7 @@ class Looked:
     before_exchange: bool
     bad_now: Sequence[Piece] = ()  # bad ones that are known already, in their order
     earlier: Looked | None = None  # at what went through the passes
+    mixed_at: int = 0  # the first exchange whose result went on through a pass; 0: none
 
     def with_earlier(self, earlier: Looked | None) -> Looked:
         return self if earlier is None else replace(self, earlier=earlier)
@@ -139,6 +140,10 @@ class Looked:
         """The first exchange to which this rank brought a bad number, but for those of which that is known as usual."""
         pieces = [piece for piece in self.all_bad() if piece.exchange and piece.exchange not in usual]
         return min(pieces, key=lambda piece: piece.exchange).brought() if pieces else None
+
+    def mixed_before(self, brought: Brought | None) -> bool:
+        """Something of the peers' had gone through a pass by then."""
+        return _mixed(self.mixed_at, brought)
 
     def all_bad(self) -> list[Piece]:
         found = [*(self.earlier.all_bad() if self.earlier is not None else ()), *self.bad_now]
@@ -329,7 +334,8 @@ class OwnGradients:
             (looked_at, Reading.of(self._checks[device].sums()) if device.type == "cuda" else Reading([]))
             for device, looked_at in pieces.looked_at.items()
         ]
-        self._earlier = Looked(parts, pieces.numbers, before_exchange=True, bad_now=tuple(pieces.bad_now))
+        bad_now, mixed_at = tuple(pieces.bad_now), pieces.mixed_at
+        self._earlier = Looked(parts, pieces.numbers, before_exchange=True, bad_now=bad_now, mixed_at=mixed_at)
         if pieces.numbers:  # activations alone say nothing of gradients that are still to be exchanged, or never are
             self._looked = self._earlier
 
@@ -344,9 +350,8 @@ class OwnGradients:
         return looked.brought(self._usual) if looked is not None else None
 
     def mixed_before(self, brought: Brought | None) -> bool:
-        """Something of the peers' had gone through a pass by then."""
-        mixed_at = self._pieces.mixed_at
-        return mixed_at > 0 and (brought is None or mixed_at < brought.number)
+        """The same of the step in progress, whether or not it was looked at."""
+        return _mixed(self._pieces.mixed_at, brought)
 
     def step_was_good(self, looked: Looked | None) -> None:
         """Whatever was brought to its exchanges is no sign of a fault."""
@@ -380,10 +385,15 @@ class OwnGradients:
                 self._budget.spend(self._speed.seconds(sum(gradient.nbytes for gradient in gradients)))
         if not any(device.type == "cuda" for device in by_device):
             self._budget.spend(time.perf_counter() - began)
-        return Looked(parts, numbers, before_exchange).with_earlier(self._earlier) if parts else None
+        looked = Looked(parts, numbers, before_exchange, mixed_at=self._pieces.mixed_at)
+        return looked.with_earlier(self._earlier) if parts else None
 
     def _name(self, parameter: Any) -> str:
         return self._names.get(id(parameter)) or f"{_THE_GRADIENT}a parameter of shape {tuple(parameter.shape)}"
+
+
+def _mixed(mixed_at: int, brought: Brought | None) -> bool:
+    return mixed_at > 0 and (brought is None or mixed_at < brought.number)
 
 
 def _name_of(group: Any) -> str:

@@ -271,7 +271,11 @@ class Guard:
         # A script may mend what it was given; whatever it applied, its weights show.
         if not probed_bad and (not own.bad or (not self._own.sharded(optimizer) and _weights_finite(optimizer))):
             return False
-        self._found(late.step, Hit.too_late(self.history.before[-1].loss, self._last_place, own), math.nan)
+        hit = Hit.too_late(self.history.before[-1].loss, self._last_place, own)
+        if late.looked is not None:
+            brought = self._own.brought(late.looked)
+            hit = replace(hit, brought=brought, mixed=late.looked.mixed_before(brought))
+        self._found(late.step, hit, math.nan)
         return True
 
     @staticmethod
