@@ -234,6 +234,7 @@ def _train_here(
 
     config = fitted.config
     _check_checkpoint_folder(config)
+    _check_vocabulary_cut(config)
     _check_what_is_here(config, on_gpu=bool(chosen))
     _warn_of_a_large_model_on_the_cpu(config, chosen)
     directory = RunDir.create(run_dir, resuming=resume is not None, resume_flag="--resume auto")
@@ -345,6 +346,23 @@ def _check_checkpoint_folder(config: Config) -> None:
     if not usable:
         raise UsageError(
             f"checkpoint.dir={folder} cannot be written to", remedy="name another folder, or set checkpoint.interval=0"
+        )
+
+
+def _check_vocabulary_cut(config: Config) -> None:
+    """Where only the tokenizer says how large the vocabulary is, the rules of the configuration could not ask it."""
+    from model_check.config import resolve_shape
+    from model_check.data import load_tokenizer
+
+    ranks = config.parallel.tensor
+    if ranks == 1:
+        return
+    size = resolve_shape(config.model, load_tokenizer(config.data.tokenizer).vocab_size).vocab_size
+    if size % ranks:
+        raise UsageError(
+            f"the vocabulary of {size} (data.tokenizer={config.data.tokenizer}) cannot be cut over "
+            f"parallel.tensor={ranks} ranks",
+            remedy=f"set model.vocab_size={size + -size % ranks}, whose last rows stay unused",
         )
 
 

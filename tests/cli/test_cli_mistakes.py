@@ -30,6 +30,10 @@ MISTAKES = [
     (["train", "--debug", "--gpus", "7"], "--gpus 7"),
     (["train", "--debug", "--set", "system.device=cuda"], "no GPU"),
     (["train", "--debug", "--set", "parallel.tensor=4"], "model.num_kv_heads=2 cannot be cut"),
+    (
+        ["train", "--debug", "--nproc", "2", "--set", "parallel.tensor=2", "--set", "data.tokenizer=bytes"],
+        "vocabulary of 257 (data.tokenizer=bytes) cannot be cut over parallel.tensor=2 ranks; set model.vocab_size=258",
+    ),
     (["train", "--debug", "--set", "data.dataset=nowhere.jsonl"], "nowhere.jsonl"),
     (["train", "--debug", "--set", "data.tokenizer=nowhere/tokenizer.json"], "tokenizer"),
     (["prepare", "--config", "broken.json"], "broken.json"),
