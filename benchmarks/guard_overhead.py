@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import socket
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
+from blackbox_overhead import interval
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.config import Config, load_config
@@ -134,8 +134,7 @@ def measure(options: argparse.Namespace, rank: int, ranks: int) -> Result | None
     result = None
     if rank == 0:
         ratios = sorted(on[0] / off[0] for on, off in pairs)
-        half, reach = (len(ratios) - 1) / 2, 0.98 * math.sqrt(len(ratios))
-        low, high = ratios[max(0, math.floor(half - reach))], ratios[min(len(ratios) - 1, math.ceil(half + reach))]
+        low, high = interval(ratios)
         result = Result(
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
             ranks=ranks,

@@ -351,13 +351,12 @@ def _check_checkpoint_folder(config: Config) -> None:
 
 def _check_vocabulary_cut(config: Config) -> None:
     """Where only the tokenizer says how large the vocabulary is, the rules of the configuration could not ask it."""
-    from model_check.config import resolve_shape
-    from model_check.data import load_tokenizer
+    from model_check.cli.plan import shape_of
 
     ranks = config.parallel.tensor
     if ranks == 1:
         return
-    size = resolve_shape(config.model, load_tokenizer(config.data.tokenizer).vocab_size).vocab_size
+    size = shape_of(config).vocab_size
     if size % ranks:
         raise UsageError(
             f"the vocabulary of {size} (data.tokenizer={config.data.tokenizer}) cannot be cut over "
@@ -367,12 +366,11 @@ def _check_vocabulary_cut(config: Config) -> None:
 
 
 def _warn_of_a_large_model_on_the_cpu(config: Config, chosen: list[Gpu]) -> None:
-    from model_check.config import resolve_shape
-    from model_check.data import load_tokenizer
+    from model_check.cli.plan import shape_of
 
     if chosen:
         return
-    parameters = resolve_shape(config.model, load_tokenizer(config.data.tokenizer).vocab_size).parameters()
+    parameters = shape_of(config).parameters()
     if parameters > LARGE_ON_A_CPU:
         typer.echo(
             f"warning: {parameters / 1e9:.1f} B parameters on CPU ranks take minutes a step; try --preset debug",

@@ -100,7 +100,7 @@ class Piece:
 
     name: str  # in words
     exchange: int = 0  # its number among the exchanges of the step's passes, from 1; 0: it was in none of them
-    group: Any = ""  # the name of the process group
+    group: Any = ""  # the name of the process group: a str, for which torch has a type of its own
     spreads: bool = False  # what comes back goes on through the pass: it holds no gradients of parameters
 
     def brought(self) -> Brought | None:

@@ -120,7 +120,7 @@ def stop_listening(listener: Listener) -> None:
     _Registered.listeners = tuple(known for known in _Registered.listeners if known != listener)
 
 
-def tell_of_reductions(told: Told) -> None:
+def tell_of_exchanges(told: Told) -> None:
     _Registered.told = (*_Registered.told, told)
 
 

@@ -53,7 +53,7 @@ def _numbers() -> Any:
         return None
     from model_check.observe.instrument import native, steps
 
-    native.tell_of_reductions(_exchange_begins)
+    native.tell_of_exchanges(_exchange_begins)
     return steps
 
 

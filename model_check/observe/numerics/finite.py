@@ -79,7 +79,7 @@ def watch_replica(device: torch.device) -> LocalCheck:
                 watching.look(bucket)
 
     native.install()
-    native.tell_of_reductions(reduces)
+    native.tell_of_exchanges(reduces)
     return check
 
 
