@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from model_check.observe.instrument import memory
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.exceptions import NOTES, shown, summarize
+from model_check.observe.instrument.parting import let_backends_finish
 from model_check.observe.instrument.retold import words
 from model_check.observe.instrument.spans import is_wrapped
 
@@ -96,6 +97,8 @@ def install() -> None:
     for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
         _wrap_exit(module, name)
     _wrap_hard_exit()
+    # The first to be registered is the last to be called: what the script does at its exit has been done by then.
+    atexit.register(let_backends_finish)
     atexit.register(ENDING.write)
 
 
