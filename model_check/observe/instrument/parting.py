@@ -3,8 +3,8 @@
 A collective counts as done for the script a moment before gloo's thread lets go of its tensors, and for that the thread
 takes the interpreter's lock. If the script ends within that moment the lock is not to be had any more: Python ends the
 thread in the middle of C++ code, and the whole process aborts ("terminate called without an active exception") after
-its last line, with or without us. Seen in torch 2.13 on a busy machine; scripts that keep a DDP model to their end have
-it also behind destroy_process_group().
+its last line, with or without us. Seen in torch 2.13 on a busy machine. destroy_process_group() waits for these threads
+unless something else holds the group: where DistributedDataParallel was used, it does not help.
 """
 
 from __future__ import annotations
