@@ -101,7 +101,7 @@ class Session:
         self.continued = checkpoint.path
         self.first_step, self.tokens_before = progress.step + 1, progress.tokens
         if BOX.recorder is not None:
-            # Steps that are done again are the same steps, and making the moments was none.
+            # Counted as the metrics do: a step that is done again is the same step.
             BOX.recorder.steps = self.first_step
         self.train_step.loss_scale.load_state_dict(progress.loss_scale)
         notes = resume.data_changes(progress.data, self.loader.identity)
