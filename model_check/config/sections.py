@@ -280,7 +280,8 @@ class DebugSection(Section):
     on_nan: Literal["auto", "halt", "skip", "rollback"] = Field(
         default="auto",
         description="What follows a step that is not finite: stop, go on without it, or go back to the last checkpoint "
-        "and leave its data out (3 times at most). `auto`: halt where debug.nan is true, else skip.",
+        "and leave its data out (3 times at most without a newer one). `auto`: halt where debug.nan is true, else "
+        "skip.",
     )
     dump_gb: float = Field(
         default=2.0,

@@ -337,8 +337,12 @@ class Evidence:
 
 
 def _steps_done(rank: RankEvidence) -> int:
-    """Every record carries the number of steps completed before it; the mark at a step's end completes one more."""
-    return max((c.step + (c.phase == "step") for c in rank.crumbs[-64:]), default=0)
+    """Every record carries the number of steps completed before it; the mark at a step's end completes one more.
+
+    Of the newest few: another thread's record may be one behind, and a trainer that went back to a checkpoint counts
+    from there.
+    """
+    return max((c.step + (c.phase == "step") for c in rank.crumbs[-8:]), default=0)
 
 
 def _members_named(crumb: Crumb) -> tuple[int, ...]:

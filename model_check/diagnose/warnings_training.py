@@ -15,6 +15,7 @@ from typing import Any
 
 from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
+from model_check.diagnose.dead_layers import Stop, where_it_stops
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import whole
@@ -246,9 +247,9 @@ def _held_back(look: Look) -> list[str]:
         lines.append(f"observed: frozen (requires_grad is False): {', '.join(look.frozen)}")
     if look.without_gradient:
         lines.append(f"observed: no gradient reaches {', '.join(look.without_gradient)}")
-    still = [name for name, norm in look.norms.items() if norm == 0]
-    if still:
-        lines.append(f"observed: the gradient is 0 in {', '.join(still[:4])}")
+    stop = where_it_stops(list(look.norms), {name for name, norm in look.norms.items() if norm == 0})
+    if stop is not None:
+        lines.append(f"observed: the gradient is 0 in {', '.join([stop.name, *stop.before, *stop.behind][:4])}")
     return lines
 
 
@@ -267,21 +268,40 @@ def _dead(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding | 
     alive = [name for name, norm in first[-1].norms.items() if norm > 0]
     if not dead or not alive:
         return None
-    names = [name for name in first[-1].norms if name in dead]
+    stop = where_it_stops(list(first[-1].norms), dead)
+    if stop is None:
+        return None
     return make_finding(
         "MC415",
-        f"{names[0]} gets no gradient" + (f", and {len(names) - 1} more like it" if len(names) > 1 else ""),
+        f"{stop.name} gets no gradient" + (f", and {len(dead) - 1} more like it" if len(dead) > 1 else ""),
         ranks=newest,
         evidence=[
             f"observed: its gradient is exactly 0 at steps {', '.join(str(look.step) for look in first)} on "
             f"{ranks_text(sorted(newest))}",
-            f"observed: so is that of {', '.join(names[1:6])}" if len(names) > 1 else f"observed: {alive[0]} learns",
+            *_around(stop, alive),
         ],
         severity="warning",
         step=first[-1].step,
-        tensor=names[0],
+        tensor=stop.name,
         now=evidence.now,
     )
+
+
+def _around(stop: Stop, alive: Sequence[str]) -> list[str]:
+    """What the gradients of the other parameters say about the place."""
+    lines = []
+    if stop.before:
+        # Those nearest to it: what lies further away follows.
+        lines.append(f"observed: so is that of {', '.join(stop.before[-5:])}, in this layer or before it")
+    if stop.behind:
+        lines.append(f"observed: so is that of {', '.join(stop.behind[:5])} behind it")
+    if stop.starved:
+        lines.append("inferred: the layer is given nothing but 0: others of its parameters do get a gradient")
+    elif stop.next_one:
+        lines.append(f"inferred: the gradient stops between this layer and {stop.next_one}, the next that has one")
+    else:
+        lines.append(f"observed: {alive[0]} learns")
+    return lines
 
 
 def _nothing_trained(evidence: Evidence, looks: Mapping[int, Sequence[Look]], first: Sequence[Look]) -> Finding:

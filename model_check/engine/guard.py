@@ -35,6 +35,7 @@ from model_check.observe.numerics.dump import Dumped, write_dump
 from model_check.observe.numerics.ranges import local_part
 
 IGNORED_LABEL = -100
+# In a row: a newer checkpoint is progress, and a long run may meet a bad batch now and then.
 MOST_ROLLBACKS = 3
 # Skipping may go on for ever; explaining every skip would cost more than the training.
 MOST_EXPLAINED = 3
@@ -90,6 +91,7 @@ class Guard:
         self._steps_done = 0
         self._last_good_scale: float | None = None
         self._explained = self._rollbacks = 0
+        self._back_to = -1  # the step of the newest checkpoint that the run went back to
         self._weight_size = _weight_size(bare_model)
         self.dumped = False  # the tensors of the last bad step are on disk
         train_step.holds_after_hit = place.device.type == "cuda"
@@ -111,22 +113,20 @@ class Guard:
     @property
     def wants_back(self) -> bool:
         """After a bad step the run is to go back, if there is a checkpoint."""
-        return self._wanted == "rollback" and self._rollbacks < MOST_ROLLBACKS
+        return self._wanted == "rollback"
 
-    def handle(self, info: StepInfo, inputs: StepInputs, *, can_go_back: bool) -> Outcome | None:
+    def handle(self, info: StepInfo, inputs: StepInputs, *, checkpoint: int | None) -> Outcome | None:
         """Explains a bad step, with all ranks; None where the run just goes on, since enough were explained.
 
-        can_go_back: there is a checkpoint to go back to
+        checkpoint: the step of the one to go back to, where there is one
         """
         action, why = self._wanted, ""
         self._explained += 1
         if action == "skip" and self._explained > MOST_EXPLAINED:
             self._train_step.release()
             return None
-        if action == "rollback" and not (self.wants_back and can_go_back):
-            action = "halt"
-            why = f"the run went back {self._rollbacks} times" if self._rollbacks else "there is no checkpoint"
-            why = f"observed: {why}, so it stops instead of going back (debug.on_nan)"
+        if action == "rollback" and (reason := self._why_not_back(checkpoint)):
+            action, why = "halt", f"observed: {reason}, so it stops instead of going back (debug.on_nan)"
         self._rollbacks += action == "rollback"
         with span("eval", "replay of a step that is not finite"):
             explanation = self._explain(info, inputs)
@@ -135,6 +135,16 @@ class Guard:
         self._train_step.release()
         self.dumped = dump is not None and bool(dump.files)
         return Outcome(action, explanation.error())
+
+    def _why_not_back(self, checkpoint: int | None) -> str:
+        """Empty where the run may go back to this one."""
+        if checkpoint is None:
+            return "there is no checkpoint"
+        if checkpoint > self._back_to:
+            self._back_to, self._rollbacks = checkpoint, 0
+        if self._rollbacks < MOST_ROLLBACKS:
+            return ""
+        return f"the run went back {self._rollbacks} times and got no further than the checkpoint of step {checkpoint}"
 
     # Finding out
 

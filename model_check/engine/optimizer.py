@@ -60,7 +60,8 @@ def _eight_bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
             factor = 1.0 if self.grad_scale is None else 1.0 / self.grad_scale.item()
             for group in self.param_groups:
                 gradients = [p.grad for p in group["params"] if p.grad is not None]
-                torch._foreach_mul_(gradients, factor)
+                if gradients:
+                    torch._foreach_mul_(gradients, factor)
                 # A plain number would be compiled into its kernel, one for each step; torchao refuses it.
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
             return super().step(closure)

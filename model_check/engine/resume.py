@@ -24,6 +24,7 @@ from model_check.data import Cursor
 from model_check.errors import CheckpointError
 from model_check.models import own_name
 from model_check.models.distribute import fill
+from model_check.observe.instrument.box import BOX
 
 _MOST_NAMES = 3
 # What else to do about weights that do not fit, by where they were asked for.
@@ -115,7 +116,10 @@ def _plain_tensors(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def materialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the moments exist, as the first step would, so that they can be filled: a step of nothing by nothing."""
+    """Makes the moments exist, as the first step would, so that they can be filled: a step of nothing by nothing.
+
+    It trains nothing, so the black box must not count it.
+    """
     if optimizer.state:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -123,7 +127,11 @@ def materialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    BOX.thread.depth += 1
+    try:
+        optimizer.step()
+    finally:
+        BOX.thread.depth -= 1
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

@@ -19,6 +19,7 @@ from model_check.engine import resume
 from model_check.engine.place import Place
 from model_check.engine.step import TrainStep
 from model_check.models import Llama
+from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.spans import span
 from model_check.plan.layout import Layout
 
@@ -99,6 +100,9 @@ class Session:
             return ["it holds weights only: optimizer, data and step count start fresh"]
         self.continued = checkpoint.path
         self.first_step, self.tokens_before = progress.step + 1, progress.tokens
+        if BOX.recorder is not None:
+            # Counted as the metrics do: a step that is done again is the same step.
+            BOX.recorder.steps = self.first_step
         self.train_step.loss_scale.load_state_dict(progress.loss_scale)
         notes = resume.data_changes(progress.data, self.loader.identity)
         self.loader.seek(Cursor() if notes else progress.cursor)

@@ -294,7 +294,7 @@ def _goes_back(
 ) -> bool:
     """Explains a bad step; raises where the run must stop, says whether it went back to a checkpoint."""
     checkpoint = _to_go_back_to(session, saving) if saving is not None and guard.wants_back else None
-    outcome = guard.handle(info, inputs, can_go_back=checkpoint is not None)
+    outcome = guard.handle(info, inputs, checkpoint=checkpoint.step if checkpoint is not None else None)
     if outcome is None or outcome.action == "skip":
         return False
     if outcome.action == "halt" or checkpoint is None:

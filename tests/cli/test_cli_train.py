@@ -196,6 +196,7 @@ def test_sigterm_saves_and_resume_continues_the_losses(shell: Shell) -> None:
     assert resumed.code == 0, resumed.err
     assert [r["step"] for r in resumed.metrics()] == list(range(stopped_after + 1, stopped_after + 4))
     assert f"continuing after step {stopped_after}" in resumed.out
+    assert resumed.verdict()["steps_completed"] == stopped_after + 4, "counted as the metrics do"
     known = dict(enumerate(reference.losses()))
     for record in resumed.metrics():
         if record["step"] in known:

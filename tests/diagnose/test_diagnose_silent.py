@@ -228,6 +228,12 @@ def test_what_gets_no_gradient_is_the_cause_whatever_the_rate(stage: Stage) -> N
     assert found.fix[0].startswith("check requires_grad")
 
 
+def test_of_many_that_get_no_gradient_the_one_where_it_stops_comes_first(stage: Stage) -> None:
+    zeros = {f"{layer}.{kind}": 0.0 for layer in range(4) for kind in ("weight", "bias")}
+    found = stuck(stage, [GUESS], norms={**zeros, "4.weight": 0.0, "4.bias": 0.5})
+    assert "observed: the gradient is 0 in 3.weight, 0.weight, 0.bias, 1.weight" in found.evidence
+
+
 def test_an_optimizer_without_a_single_gradient_trains_something_else(stage: Stage) -> None:
     stage.ranks(2)
     for step in (50, 100, 150):

@@ -366,6 +366,18 @@ def test_going_back_ends_after_three_times(run_dir: RunDir) -> None:
     assert [event["action"] for event in events(run_dir)] == ["rollback"] * 3 + ["halt"]
 
 
+def test_a_long_run_may_meet_a_bad_batch_now_and_then(run_dir: RunDir) -> None:
+    clean = FailsOn(None)
+    train(clean, None, steps=16, rate=1e-2)
+    model = FailsOn(torch.stack([clean.seen[number][0] for number in (3, 6, 9, 12, 15)]))
+    settings = config(rate=1e-2, checkpoint={"interval": 2}, debug={"on_nan": "rollback"})
+    result = DDPTrainer(model, settings, "cpu").train(11, save_checkpoints=True, checkpoint_interval=2)
+    assert [event["action"] for event in events(run_dir)] == ["rollback"] * 4
+    assert [event["step"] for event in events(run_dir)] == [3, 5, 7, 9], "each has a newer checkpoint before it"
+    assert result.steps[-1].step == 10 and math.isfinite(result.losses[-1])
+    assert finding(run_dir).severity == "warning"
+
+
 def test_batches_that_are_bad_one_after_the_other_are_all_left_out(run_dir: RunDir) -> None:
     clean = FailsOn(None)
     train(clean, None, steps=8, rate=1e-2)

@@ -21,7 +21,7 @@ from model_check.engine.sharded import ShardedModel, ShardedNorm
 from model_check.engine.split_adamw import SplitAdamW
 from model_check.engine.step import TrainStep
 from model_check.engine.worker import check_held_out
-from model_check.errors import ModelError, UsageError
+from model_check.errors import UsageError
 from tests.models.test_models_parallelize import on_ranks
 
 BATCH = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -118,17 +118,6 @@ def test_bf16_states_follow_the_fp32_ones(strategy: str) -> None:
     for fp32, bf16 in on_ranks(2, work):
         assert fp32[-1] < 0.9 * fp32[0]
         assert bf16 == pytest.approx(fp32, rel=0.01) and bf16 != fp32
-
-
-def test_8bit_states_without_their_package_name_it() -> None:
-    settings = config("parallel.strategy=ddp", "training.optimizer_states=8bit").training
-    try:
-        import torchao  # noqa: F401
-    except ImportError:
-        with pytest.raises(ModelError, match="needs the torchao package"):
-            build_optimizer(SimpleModel(8, 1), settings)
-    else:
-        assert "8bit" in type(build_optimizer(SimpleModel(8, 1), settings)).__name__
 
 
 def test_one_rank_may_shard_too() -> None:

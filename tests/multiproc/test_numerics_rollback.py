@@ -117,23 +117,29 @@ def test_both_ranks_go_back_and_train_on_what_came_after(shell: Shell) -> None:
     (found,) = back.verdict()["findings"]
     assert (found["severity"], found["ranks"], found["victims"], found["step"]) == ("warning", [GUILTY], [0], 5)
     assert "observed: the run went back to a checkpoint 2 times, from step 5, 5" in found["evidence"]
+    assert back.verdict()["steps_completed"] == 8, "a step that is done again is still one step"
+    assert re.search(r"^done: 8 steps, ", back.out, re.M)
+    diagnosed = shell.model_check("diagnose", str(back.run_dir))
+    assert "completed, exit code 0: 2 ranks, 8 steps: 1 warning" in diagnosed.out
     skipped = train(shell, weights, "ddp", "skip", 10)
     assert good_losses(back) == good_losses(skipped) and len(good_losses(back)) == 8
 
 
-def test_sharded_ranks_go_back_three_times_and_stop_together_at_the_fourth(shell: Shell) -> None:
-    weights = poisoned(shell, 3, 6, 7, 9)
+def test_sharded_ranks_stop_together_after_three_times_without_a_newer_checkpoint(shell: Shell) -> None:
+    weights = poisoned(shell, 3, 6, 7, 8, 9)
     back = train(shell, weights, "fsdp", "rollback", 12)
     assert back.code == 1, back.out + back.err
     assert "Traceback" not in back.out + back.err
-    # Each batch that is left out moves those after it forward by one step.
-    assert bad_steps(back, GUILTY) == [(3, "rollback"), (5, "rollback"), (5, "rollback"), (6, "halt")]
+    # Each batch that is left out moves those after it forward by one step. The first time has a newer checkpoint after
+    # it, and does not count any more.
+    assert bad_steps(back, GUILTY) == [(3, "rollback"), *[(5, "rollback")] * 3, (5, "halt")]
     assert bad_steps(back, 0) == []
-    assert steps_of(back) == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 4, 5, 6]
+    assert steps_of(back) == [0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 4, 5, 4, 5]
     assert steps_taken(back, 0) == steps_taken(back, 1) == steps_of(back)
     found = back.verdict()["findings"][0]
     assert (found["severity"], found["ranks"], found["victims"]) == ("error", [GUILTY], [0])
-    assert "observed: the run went back to a checkpoint 3 times, from step 3, 5, 5" in found["evidence"]
-    assert "observed: the run went back 3 times, so it stops instead of going back (debug.on_nan)" in back.out
-    skipped = train(shell, weights, "fsdp", "skip", 9)
-    assert good_losses(back) == good_losses(skipped) and len(good_losses(back)) == 6
+    assert "observed: the run went back to a checkpoint 4 times, from step 3, 5, 5, 5" in found["evidence"]
+    why = "the run went back 3 times and got no further than the checkpoint of step 3"
+    assert f"observed: {why}, so it stops instead of going back (debug.on_nan)" in back.out
+    skipped = train(shell, weights, "fsdp", "skip", 10)
+    assert good_losses(back) == good_losses(skipped) and len(good_losses(back)) == 5

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from model_check.rundir import RunDir
+from model_check.rundir.ring import read_ring
 from tests.conftest import BIN, TINY, Outcome, Shell
 
 
@@ -56,6 +58,9 @@ def test_auto_passes_over_what_is_damaged_and_says_why(copy: Shell) -> None:
     assert "passed over step_00000005: [MC602]" in done.out
     assert "continuing after step 2 from" in done.out
     assert [r["step"] for r in done.metrics()] == list(range(3, 10))
+    for rank in range(2):
+        crumbs = read_ring(RunDir(done.run_dir).ring(rank)).crumbs
+        assert [c.step for c in crumbs if c.phase == "step"] == list(range(3, 10)), "no other step is in the black box"
 
 
 def test_a_changed_shape_is_named_before_any_step(copy: Shell) -> None:

@@ -38,7 +38,7 @@ class Script:
     def __init__(self, folder: Path) -> None:
         self.run_dir = BOX.run_dir = RunDir.create(folder)
         BOX.open(0, world_size=1)
-        self.model = Net()
+        self.model: Net | Dead = Net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.trends = Trends()
         self.losses: list[float] = []
@@ -108,6 +108,35 @@ def test_a_look_has_the_norms_the_outputs_the_rate_and_what_cannot_learn(script:
         assert (look["lr"], look["choices"], look["parameters"]) == ([1e-6], 5, 4)
         assert look["frozen"] == ["frozen.weight", "frozen.bias"]
         assert look["without_gradient"] == ["unused.weight"]
+
+
+class Dead(torch.nn.Module):
+    """The ReLU behind `middle` never lets anything through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.head = (torch.nn.Linear(4, 4) for _ in range(3))
+        torch.nn.init.constant_(self.middle.bias, -100.0)
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.middle(torch.tanh(self.first(x)))))
+
+
+def test_the_dead_layer_is_found_in_the_order_of_the_model_whatever_that_of_the_optimizer(script: Script) -> None:
+    script.model = model = Dead()
+    vectors_first = sorted(model.parameters(), key=lambda parameter: parameter.dim())
+    script.optimizer = torch.optim.SGD([{"params": vectors_first[:3]}, {"params": vectors_first[3:]}], lr=1e-6)
+    run(script, 201)
+    looks = script.events("gradients")
+    assert [list(look["norms"]) for look in looks] == [[name for name, _ in model.named_parameters()]] * 4
+    (found,) = script.findings()
+    assert (found.code, found.tensor, found.step) == ("MC415", "middle.weight", 200)
+    assert found.evidence[1:] == [
+        "observed: so is that of first.weight, first.bias, middle.bias, in this layer or before it",
+        "observed: so is that of head.weight behind it",
+        "inferred: the gradient stops between this layer and head.bias, the next that has one",
+    ]
 
 
 def test_the_look_of_the_very_last_step_is_not_lost(script: Script) -> None:

@@ -191,7 +191,8 @@ NUMERICS: dict[str, Entry] = {
         "optimizer has a gradient at all.",
         "Dead units (all inputs of a ReLU negative), a saturated function, a branch that is multiplied by 0, a detach. "
         "None at all: the optimizer was made from a copy of the model, or before the model was made anew.",
-        "The norm of each gradient is looked at every 50 steps; exactly 0 in four looks in a row is reported.",
+        "The norm of each gradient is looked at every 50 steps; exactly 0 in four looks in a row is reported. Of those "
+        "the layer nearest to the loss is named: what lies before it gets none because of it.",
         (
             "look at what lies between this layer and the loss: detach(), where(), a mask, a saturated function",
             "lower the learning rate, or use an activation that does not die (GELU, SiLU)",

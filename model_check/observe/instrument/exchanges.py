@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from model_check.observe.instrument.blame import Brought
+from model_check.observe.instrument.comm_hooks import bucket_of_hook
 from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of
 from model_check.observe.numerics.finite import LocalCheck
 from model_check.observe.numerics.ranges import checkable, is_finite
@@ -42,7 +43,7 @@ _FRAMES_UP = 16
 _STEPS_SEARCHED = 3
 _THE_GRADIENT = "the gradient of "
 _FUNCTIONS = torch.autograd.function.__file__
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "._flat_param", "_flat_param")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "._flat_param", "_flat_param")
 
 
 class Budget:
@@ -205,13 +206,15 @@ class OwnGradients:
     def learn_names(self, module: Any) -> None:
         """What its parameters are called and look like; the first time that a module is seen."""
         for name, parameter in module.named_parameters():
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            self._names[id(parameter)] = f"{_THE_GRADIENT}{name.removeprefix('module.') or 'the root module'}"
+            self._names[id(parameter)] = f"{_THE_GRADIENT}{_plain(name)}"
             self._shapes.add(tuple(parameter.shape))
-        for part in module.modules():
+        for name, part in module.named_modules():
             if any(base.__name__ == "FullyShardedDataParallel" for base in type(part).__mro__):
                 self._in_shards.update(map(id, part.parameters()))
+                # With `use_orig_params` it is no parameter of the module's.
+                flat = getattr(part, "_flat_param", None)
+                if flat is not None:
+                    self._names.setdefault(id(flat), f"the gradients of {_plain(f'{name}.')}")
 
     def sharded(self, optimizer: Any) -> bool:
         """This rank holds parts of the parameters: as DTensors, in FSDP's flat ones, or as views of those."""
@@ -245,6 +248,9 @@ class OwnGradients:
         pieces.exchanges += 1
         unit, of_activations = _who_reduces(sys._getframe(1), self._names)
         gradients = [t for t in given if not of_activations and (t.dim() == 1 or tuple(t.shape) in self._shapes)]
+        if not given and (bucket := bucket_of_hook(sys._getframe(1), modules)) is not None:
+            # A communication hook that gathers, or sends: its bucket is added up by nobody, and still this rank's own.
+            unit, gradients = self._several(bucket.parameters()), [bucket.buffer()]
         self._exchanged = self._exchanged or bool(gradients) or not given
         for tensor in self._readable(gradients):
             pieces.numbers += tensor.numel()
@@ -304,10 +310,16 @@ class OwnGradients:
             new = [p for m in modules for p in m.parameters() if p.grad is not None and id(p) not in seen]
             seen.update(map(id, new))
             if new and sum(p.numel() for p in new) == bucket.numel():
-                first, last = (self._name(p).removeprefix(_THE_GRADIENT) for p in (new[-1], new[0]))
-                several = f"the gradients of {first} to {last}"
-                self._buckets[key] = several if len(new) > 1 else f"{_THE_GRADIENT}{first}"
+                self._buckets[key] = self._several(new)
         return self._buckets.get(key) or f"the gradients of reduction {number + 1}, counted from the loss,"
+
+    def _several(self, parameters: Sequence[Any]) -> str:
+        """Their gradients, in words: from the nearest to the loss to the farthest."""
+        wanted = set(map(id, parameters))
+        names = [name.removeprefix(_THE_GRADIENT) for known, name in self._names.items() if known in wanted]
+        if len(names) < 2:
+            return self._name(parameters[0])
+        return f"the gradients of {names[-1]} to {names[0]}"
 
     def _named_now(self, bucket: torch.Tensor, modules: Iterable[Any]) -> str:
         """The parameter nearest to the loss whose gradient is bad, while the gradients are still those of this rank.
@@ -390,6 +402,13 @@ class OwnGradients:
 
     def _name(self, parameter: Any) -> str:
         return self._names.get(id(parameter)) or f"{_THE_GRADIENT}a parameter of shape {tuple(parameter.shape)}"
+
+
+def _plain(name: str) -> str:
+    """What the script's own module is called, without those that were put around it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.").removesuffix(".") or "the root module"
 
 
 def _mixed(mixed_at: int, brought: Brought | None) -> bool:

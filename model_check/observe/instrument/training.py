@@ -243,7 +243,7 @@ def _checked_after(closure: Original, optimizer: Any, steps: Any) -> Original:
 
 def _optimizer_begins(optimizer: Any) -> None:
     recorder = BOX.recorder or BOX.adopt()
-    if recorder is None:
+    if recorder is None or BOX.thread.depth:
         return
     NOTES.moved_on()
     if _NOW.optimizer is not None:

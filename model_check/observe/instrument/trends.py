@@ -64,6 +64,9 @@ class Trends:
             (n, p, plain) for n, p in enumerate(parameters) if (plain := local(p.grad)) is not None and plain.numel()
         ]
         found = [(n, p, plain) for n, p, plain in found if plain.device == found[0][2].device]
+        # Optimizers are given matrices and vectors apart; where a gradient stops is seen in the order of the model.
+        order = {known: place for place, known in enumerate(self._names)}
+        found.sort(key=lambda item: order.get(id(item[1]), len(order)))
         trained = [p for p in parameters if p.requires_grad]
         # None at all is worth a look too: the optimizer may have been given another model's parameters.
         norms = norms_of([plain.detach() for _, _, plain in found]) if found else Reading([])
