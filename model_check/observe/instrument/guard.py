@@ -118,7 +118,7 @@ def _mode() -> Mode:
 
 
 class Guard:
-    """Follows one process through its steps."""
+    """Follows one thread through its steps."""
 
     def __init__(self) -> None:
         self.mode: Mode = _mode()
@@ -255,6 +255,12 @@ class Guard:
         self._passes.clear()
         self._calls_seen = 0
         self._settled = False
+
+    def forget_whose(self) -> None:
+        """Another thread takes over: what was known of the last one's models may be a third one's by now."""
+        self.forget()
+        self._named.clear()
+        self._probed.clear()
 
     def _begin_anew(self) -> None:
         if self._settled:
@@ -406,5 +412,4 @@ def _learning_rate(optimizer: Any) -> float:
     return float(rate) if isinstance(rate, (int, float)) else math.nan
 
 
-GUARD = Guard()
-__all__ = ["GUARD", "Guard", "Mode"]
+__all__ = ["Guard", "Mode"]
