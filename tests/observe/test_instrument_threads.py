@@ -111,6 +111,23 @@ for _ in train(Waits(), 4, let_the_other_do_a_step):
     pass
 """
 
+HALTED = """
+import threading
+import torch
+
+def train(model, scale):
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model(torch.randn(4, 8)).square().mean() / scale).backward()
+    opt.step()
+
+thread = threading.Thread(target=train, args=(torch.nn.Linear(8, 8), 0.0))
+thread.start()
+thread.join()
+print("the side thread is over")
+train(torch.nn.Linear(8, 8), 1.0)
+print("applied")
+"""
+
 TWO_PACES = """
 import threading
 import torch
@@ -157,6 +174,13 @@ def test_a_bad_number_is_judged_with_the_inputs_of_its_own_thread(run: Runner) -
     assert (event["module"], event["location"], event["sample_ids"]) == ("Divides", f"train.py:{line}", [4])
     optimizers = outcome.crumbs(phase="optimizer")
     assert len(optimizers) == 2 * (4 + 8) and not [crumb for crumb in optimizers if "raised" in crumb.detail]
+
+
+def test_a_step_that_is_refused_in_one_thread_ends_the_run(run: Runner) -> None:
+    outcome = run(HALTED, env={"MODEL_CHECK_GUARD": "halt"})
+    assert outcome.codes == [1] and outcome.outputs[0].splitlines() == ["the side thread is over"]
+    assert outcome.errors[0].count("step 0 is not applied: this rank's own pass made its gradients non-finite") == 2
+    assert len(outcome.events("nonfinite")) == 1
 
 
 @pytest.mark.slow

@@ -197,10 +197,13 @@ class Guard:
         if self.on:
             self._own.backward_ended()
 
-    def optimizer_begins(self, optimizer: Any) -> None:
-        """Raises NumericsError where the step must not be applied."""
+    def refuse_if_halted(self) -> None:
+        """Once a step has been refused, so is every later one, of any thread: the run is over."""
         if self._halted:
             raise NumericsError(self._halted, remedy="the run was started with --guard halt")
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Raises NumericsError where the step must not be applied."""
         if not self.on:
             return
         step = BOX.recorder.steps if BOX.recorder is not None else 0
@@ -383,7 +386,7 @@ class Guard:
         if self.mode == "halt":
             cause = "this rank's own pass" if report is not None else "a peer's gradients"
             self._halted = f"step {step} is not applied: {cause} made its gradients non-finite"
-            raise NumericsError(self._halted, remedy="the run was started with --guard halt")
+            self.refuse_if_halted()
 
 
 def _gradients_finite(optimizer: Any) -> bool:

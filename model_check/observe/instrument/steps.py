@@ -113,6 +113,8 @@ class Steps:
     def optimizer_begins(self, optimizer: Any) -> None:
         self._scaling.optimizer_begins()
         if not self._scaling.decides(optimizer):
+            for steps in _Watching.all:
+                steps.guard.refuse_if_halted()
             self.guard.optimizer_begins(optimizer)
         if (trends := self._trends) is not None:
             trends.optimizer_begins(optimizer)
