@@ -198,12 +198,13 @@ class Guard:
             self._own.backward_ended()
 
     def refuse_if_halted(self) -> None:
-        """Once a step has been refused, so is every later one, of any thread: the run is over."""
+        """Once a step has been refused, so is every later one: the run is over."""
         if self._halted:
             raise NumericsError(self._halted, remedy="the run was started with --guard halt")
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """Raises NumericsError where the step must not be applied."""
+        self.refuse_if_halted()
         if not self.on:
             return
         step = BOX.recorder.steps if BOX.recorder is not None else 0

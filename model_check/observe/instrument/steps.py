@@ -113,7 +113,7 @@ class Steps:
     def optimizer_begins(self, optimizer: Any) -> None:
         self._scaling.optimizer_begins()
         if not self._scaling.decides(optimizer):
-            for steps in _Watching.all:
+            for steps in _Watching.all:  # what one thread was refused ends the run, not that thread alone
                 steps.guard.refuse_if_halted()
             self.guard.optimizer_begins(optimizer)
         if (trends := self._trends) is not None:
