@@ -44,9 +44,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from model_check.observe.instrument import native, training
+from model_check.observe.instrument import native
 from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.guard import GUARD
+from model_check.observe.instrument.now import HERE
+from model_check.observe.instrument.steps import of_this_thread
 
 device, width, depth, batch, pairs, steps, dropped, waits = sys.argv[1], *map(int, sys.argv[2:9])
 on_gpu = device == "cuda"
@@ -56,7 +57,7 @@ layers = [(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4
 net = DDP(torch.nn.Sequential(*[layer for block in layers for layer in block]).to(device))
 opt = torch.optim.AdamW(net.parameters(), lr=1e-4)
 data = TensorDataset(torch.randn(batch * (steps + dropped), width))
-recorder = BOX.recorder
+recorder, budget = BOX.recorder, of_this_thread().guard._own._budget
 wrapped = [(torch.nn.Module, "__call__"), (torch.autograd, "backward"), (_BaseDataLoaderIter, "__next__")]
 wrapped += [(torch.distributed.distributed_c10d, "all_reduce")]
 wrapped = [(owner, name, getattr(owner, name)) for owner, name in wrapped]
@@ -75,7 +76,7 @@ def switch(on):
         setattr(owner, name, function if on else inspect.unwrap(function))
     for hooks, key, hook in optimizer_hooks:
         hooks[key] = hook if on else nothing
-    GUARD._own._budget._since = time.perf_counter()  # nothing is earned while it is off
+    budget._since = time.perf_counter()  # nothing is earned while it is off
 
 
 def block():
@@ -128,12 +129,12 @@ world = dist.distributed_c10d._get_default_group()
 
 
 def outermost_forward():
-    training._NOW.forwards_left = 64
+    HERE.now.forwards_left = 64
     nested[0](one)
 
 
 def nested_forward():
-    training._NOW.forwards_left = 64
+    HERE.now.forwards_left = 64
     nested(one)
 
 
@@ -174,7 +175,7 @@ switch(True)
 first = recorder.point("step")
 block()
 records = (recorder.point("step") - first - 1) / (steps + dropped)
-GUARD._own._budget._left_s = 0.0  # what is advanced for the first steps of a run has been spent
+budget._left_s = 0.0  # what is advanced for the first steps of a run has been spent
 turns = []
 for number in range(pairs):
     pair = {}

@@ -118,7 +118,7 @@ def _mode() -> Mode:
 
 
 class Guard:
-    """Follows one process through its steps."""
+    """Follows one thread through its steps."""
 
     def __init__(self) -> None:
         self.mode: Mode = _mode()
@@ -197,10 +197,14 @@ class Guard:
         if self.on:
             self._own.backward_ended()
 
-    def optimizer_begins(self, optimizer: Any) -> None:
-        """Raises NumericsError where the step must not be applied."""
+    def refuse_if_halted(self) -> None:
+        """Once a step has been refused, so is every later one: the run is over."""
         if self._halted:
             raise NumericsError(self._halted, remedy="the run was started with --guard halt")
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Raises NumericsError where the step must not be applied."""
+        self.refuse_if_halted()
         if not self.on:
             return
         step = BOX.recorder.steps if BOX.recorder is not None else 0
@@ -255,6 +259,12 @@ class Guard:
         self._passes.clear()
         self._calls_seen = 0
         self._settled = False
+
+    def forget_whose(self) -> None:
+        """Another thread takes over: what was known of the last one's models may be a third one's by now."""
+        self.forget()
+        self._named.clear()
+        self._probed.clear()
 
     def _begin_anew(self) -> None:
         if self._settled:
@@ -377,7 +387,7 @@ class Guard:
         if self.mode == "halt":
             cause = "this rank's own pass" if report is not None else "a peer's gradients"
             self._halted = f"step {step} is not applied: {cause} made its gradients non-finite"
-            raise NumericsError(self._halted, remedy="the run was started with --guard halt")
+            self.refuse_if_halted()
 
 
 def _gradients_finite(optimizer: Any) -> bool:
@@ -406,5 +416,4 @@ def _learning_rate(optimizer: Any) -> float:
     return float(rate) if isinstance(rate, (int, float)) else math.nan
 
 
-GUARD = Guard()
-__all__ = ["GUARD", "Guard", "Mode"]
+__all__ = ["Guard", "Mode"]

@@ -73,8 +73,14 @@ class _Slot:
     @classmethod
     def for_copy_of(cls, tensor: torch.Tensor) -> _Slot:
         home = _SLOTS.setdefault((tensor.device.index, tensor.dtype, tuple(tensor.shape)), deque())
-        # A reading that nobody waited for may have been dropped while its copy was still under way.
-        return home.popleft() if home and home[0].done.query() else cls(tensor, home)
+        try:
+            lent = home.popleft()
+        except IndexError:
+            return cls(tensor, home)
+        if lent.done.query():
+            return lent
+        home.appendleft(lent)  # its reading was dropped while the copy was still under way
+        return cls(tensor, home)
 
     def give_back(self) -> None:
         self._home.append(self)

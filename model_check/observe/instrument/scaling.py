@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from model_check.observe.instrument.guard import GUARD
+from model_check.observe.instrument.guard import Guard
 
 _SKIPS_IN_A_ROW = 10
 _LEAST_SCALE = 1.0
@@ -17,7 +17,8 @@ _LEAST_SCALE = 1.0
 class Scaling:
     """Which losses are scaled, and how many steps the scaler has left out in a row."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._scaled: weakref.ref[torch.Tensor] | None = None
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._stepped = False
@@ -57,8 +58,5 @@ class Scaling:
             self._last_good_scale = scale
         if not self._reported and (self._skipped >= _SKIPS_IN_A_ROW or scale < _LEAST_SCALE):
             self._reported = True
-            GUARD.scaler_gave_up(skipped=self._skipped, scale=scale, first_scale=self._last_good_scale)
-        GUARD.step_done()
-
-
-SCALING = Scaling()
+            self._guard.scaler_gave_up(skipped=self._skipped, scale=scale, first_scale=self._last_good_scale)
+        self._guard.step_done()

@@ -1,33 +1,31 @@
 """Passes a training step on to those who watch its numbers: the guard, the replicas, the trends.
 
-Whatever goes wrong in a watcher of ours ends the watching, never the script; only a step that the guard refuses does.
+A thread that trains has watchers of its own: none of them looks at what another thread is about to change. Whatever
+goes wrong in a watcher of ours ends the watching, never the script; only a step that the guard refuses does.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 
 from model_check.errors import NumericsError
 from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.guard import GUARD
+from model_check.observe.instrument.guard import Guard
 from model_check.observe.instrument.inputs import Call
 from model_check.observe.instrument.readings import reading_of
 from model_check.observe.instrument.replicas import REPLICAS
-from model_check.observe.instrument.scaling import SCALING
-from model_check.observe.instrument.tokens import TOKENS
-from model_check.observe.instrument.trends import TRENDS
+from model_check.observe.instrument.scaling import Scaling
+from model_check.observe.instrument.tokens import Tokens
+from model_check.observe.instrument.trends import Trends
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-
-class _Watching:
-    on = True
 
 
 def _harmless(watch: Callable[_P, _R]) -> Callable[_P, _R | None]:
@@ -48,95 +46,155 @@ def _harmless(watch: Callable[_P, _R]) -> Callable[_P, _R | None]:
     return call
 
 
-@_harmless
-def forward_begins(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """The outermost module is called."""
-    TOKENS.forward_begins(module, args, kwargs)
-    REPLICAS.forward_begins(module, args, kwargs)
-    return GUARD.forward_begins(module, args, kwargs)
+class Steps:
+    """Those who watch the steps of one thread."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self.thread = thread
+        self._done = 0
+        self.guard = Guard()
+        self._scaling = Scaling(self.guard)
+        self._tokens = Tokens()
+
+    @property
+    def _trends(self) -> Trends | None:
+        """Those of the process are one thread's: the losses of two models in one row would be a trend of nothing."""
+        claimed = _Watching.trends
+        return claimed[1] if claimed is not None and claimed[0] is self else None
+
+    def _claim_trends(self) -> None:
+        """The first thread that learns has them, until the main thread does: the same one on every rank."""
+        free = _Watching.trends is None or self.thread is threading.main_thread()
+        if free and self._trends is None:
+            _Watching.trends = self, Trends()
+
+    @_harmless
+    def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """The outermost module is called."""
+        self._tokens.forward_begins(module, args, kwargs)
+        REPLICAS.forward_begins(module, args, kwargs, self._done)
+        return self.guard.forward_begins(module, args, kwargs)
+
+    @_harmless
+    def forward_ended(self, module: Any, call: Call | None, result: Any) -> None:
+        if call is not None:
+            self.guard.forward_ended(call, result)
+        if (trends := self._trends) is not None:
+            trends.forward_ended(module, result)
+
+    @_harmless
+    def forward_failed(self) -> None:
+        self._tokens.failed()
+
+    @_harmless
+    def backward_begins(self, root: Any) -> None:
+        """`root` is what `backward` was called on, or the first of several."""
+        scaled = self._scaling.is_scaled(root)
+        loss = reading_of(self._scaling.unscaled(root) if scaled else root)
+        self.guard.backward_begins(root, loss, scaled=scaled)
+        self._claim_trends()
+        if (trends := self._trends) is not None:
+            trends.backward_begins(loss)
+
+    @_harmless
+    def backward_ended(self) -> None:
+        self.guard.backward_ended()
+
+    @_harmless
+    def exchange_in_pass(self, given: list[torch.Tensor], group: Any, *, in_backward: bool) -> None:
+        """The dispatcher is about to hand a collective to its backend, in the middle of a forward or a backward."""
+        self.guard.exchange_in_pass(given, group, in_backward=in_backward)
+
+    @_harmless
+    def exchange_after_backward(self) -> None:
+        self.guard.exchange_after_backward()
+
+    @_harmless
+    def optimizer_begins(self, optimizer: Any) -> None:
+        self._scaling.optimizer_begins()
+        if not self._scaling.decides(optimizer):
+            for steps in _Watching.all:  # what one thread was refused ends the run, not that thread alone
+                steps.guard.refuse_if_halted()
+            self.guard.optimizer_begins(optimizer)
+        if (trends := self._trends) is not None:
+            trends.optimizer_begins(optimizer)
+
+    @_harmless
+    def step_done(self) -> None:
+        self._done += 1
+        self.guard.step_done()
+        if (trends := self._trends) is not None:
+            trends.step_done()
+
+    @_harmless
+    def loss_scaled(self, loss: Any, scaled: Any) -> None:
+        """GradScaler.scale was called."""
+        self._scaling.scale(loss, scaled)
+
+    @_harmless
+    def scaler_step_begins(self) -> None:
+        self._scaling.step_begins()
+
+    @_harmless
+    def scaler_step_ended(self, scaler: Any) -> None:
+        self._scaling.step_ended(scaler)
+
+    @_harmless
+    def failed(self) -> None:
+        """An exception ends the thread. A device's assertion shows only now, long after the forward that caused it."""
+        self._tokens.failed()
+
+    @_harmless
+    def flush(self) -> None:
+        """Nothing more will come: what was held back for later is written."""
+        self.guard.flush()
+        if (trends := self._trends) is not None:
+            trends.flush()
+
+    def forget(self) -> None:
+        self._done = 0
+        self.guard.forget()
+        if (trends := self._trends) is not None:
+            trends.forget()
 
 
-@_harmless
-def forward_ended(module: Any, call: Call | None, result: Any) -> None:
-    if call is not None:
-        GUARD.forward_ended(call, result)
-    TRENDS.forward_ended(module, result)
+class _Watching:
+    on = True
+    trends: tuple[Steps, Trends] | None = None
+    all: ClassVar[list[Steps]] = []
+    lock = threading.Lock()
 
 
-@_harmless
-def forward_failed() -> None:
-    TOKENS.failed()
+def of_this_thread() -> Steps:
+    """Those of a thread that has ended are taken over: a script may start a new one for every step."""
+    here = threading.current_thread()
+    with _Watching.lock:
+        known = next((steps for steps in _Watching.all if steps.thread is here or not steps.thread.is_alive()), None)
+        if known is None:
+            known = Steps(here)
+            _Watching.all.append(known)
+        elif known.thread is not here:
+            known.thread = here
+            known.guard.forget_whose()
+    return known
 
 
-@_harmless
-def backward_begins(root: Any) -> None:
-    """`root` is what `backward` was called on, or the first of several."""
-    scaled = SCALING.is_scaled(root)
-    loss = reading_of(SCALING.unscaled(root) if scaled else root)
-    GUARD.backward_begins(root, loss, scaled=scaled)
-    TRENDS.backward_begins(loss)
-
-
-@_harmless
-def backward_ended() -> None:
-    GUARD.backward_ended()
-
-
-@_harmless
-def exchange_in_pass(given: list[torch.Tensor], group: Any, *, in_backward: bool) -> None:
-    """The dispatcher is about to hand a collective to its backend, in the middle of a forward or a backward."""
-    GUARD.exchange_in_pass(given, group, in_backward=in_backward)
-
-
-@_harmless
-def exchange_after_backward() -> None:
-    GUARD.exchange_after_backward()
-
-
-@_harmless
-def optimizer_begins(optimizer: Any) -> None:
-    SCALING.optimizer_begins()
-    if not SCALING.decides(optimizer):
-        GUARD.optimizer_begins(optimizer)
-    TRENDS.optimizer_begins(optimizer)
-
-
-@_harmless
-def step_done() -> None:
-    GUARD.step_done()
-    TRENDS.step_done()
-
-
-@_harmless
-def loss_scaled(loss: Any, scaled: Any) -> None:
-    """GradScaler.scale was called."""
-    SCALING.scale(loss, scaled)
-
-
-@_harmless
-def scaler_step_begins() -> None:
-    SCALING.step_begins()
-
-
-@_harmless
-def scaler_step_ended(scaler: Any) -> None:
-    SCALING.step_ended(scaler)
-
-
-@_harmless
 def process_fails() -> None:
-    """An exception ends the process. A device's assertion shows only now, long after the forward that caused it."""
-    TOKENS.failed()
+    """An exception ends the process, or a thread of it."""
+    here = threading.current_thread()
+    for steps in [steps for steps in _Watching.all if steps.thread is here]:
+        steps.failed()
 
 
 @_harmless
 def process_ends() -> None:
-    """Nothing more will come: what was held back for later is written."""
-    GUARD.flush()
+    for steps in _Watching.all:
+        steps.flush()
     REPLICAS.flush()
-    TRENDS.flush()
 
 
 def forget_after_fork() -> None:
-    GUARD.forget()
-    TRENDS.forget()
+    """The child has one thread, and learns by itself."""
+    _Watching.lock = threading.Lock()
+    for steps in _Watching.all:
+        steps.forget()

@@ -52,6 +52,3 @@ def _first_embedding(module: Any) -> tuple[str, int] | None:
         if isinstance(part, torch.nn.Embedding):
             return name.removeprefix("module."), part.num_embeddings
     return None
-
-
-TOKENS = Tokens()

@@ -9,46 +9,25 @@ from typing import Any
 
 import torch
 
-from model_check.observe.instrument import memory
+from model_check.observe.instrument import memory, now
 from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
+from model_check.observe.instrument.now import FORWARDS_PER_STEP, HERE, Now, open_here
 from model_check.observe.instrument.spans import Original, spanned
-from model_check.observe.recorder import Recorder
 
-# A loop that calls a tiny network thousands of times a step would feel the records, and fill the ring with them.
-_FORWARDS_PER_STEP = 64
 _FORWARD = SpanKind("forward")
 _OPTIMIZER = SpanKind("optimizer")
 
 
-class _Now:
-    """What is open at the moment. Of the process, not of a thread: autograd runs on threads of its own.
-
-    One object with slots: assigning to a class would throw away the interpreter's caches at every step.
-    """
-
-    __slots__ = ("backward", "data", "forward", "forwards_left", "optimizer")
-
-    def __init__(self) -> None:
-        self.data = 0
-        self.forward = False
-        self.backward = 0
-        self.forwards_left = _FORWARDS_PER_STEP
-        self.optimizer: tuple[Recorder, int] | None = None
-
-
-_NOW = _Now()
-
-
 def forget_after_fork() -> None:
-    _NOW.__init__()  # type: ignore[misc]
-    if _numbers.cache_info().currsize and (steps := _numbers()) is not None:
+    now.forget_after_fork()
+    if _watchers.cache_info().currsize and (steps := _watchers()) is not None:
         steps.forget_after_fork()
 
 
 @functools.cache
-def _numbers() -> Any:
-    """Who watches the numbers of a step; None where nobody does. Asked for late: torch must be whole by then."""
+def _watchers() -> Any:
+    """Who watches the numbers of steps; None where nobody does. Asked for late: torch must be whole by then."""
     if os.environ.get(GUARD_VARIABLE, "off") == "off":
         return None
     from model_check.observe.instrument import native, steps
@@ -57,14 +36,22 @@ def _numbers() -> Any:
     return steps
 
 
+def _numbers(this: Now) -> Any:
+    """Who watches the numbers of this thread's steps; None where nobody does."""
+    if this.steps is None and this is HERE.now and (steps := _watchers()) is not None:
+        this.steps = steps.of_this_thread()
+    return this.steps
+
+
 def _exchange_begins(given: list[torch.Tensor], group: Any) -> None:
     """Those of an optimizer come too late; a closure that it calls makes its gradients there."""
-    if (steps := _numbers()) is None:
+    this = open_here()
+    if this.steps is None:  # a thread that has not trained: what it exchanges is no part of a step
         return
-    if _NOW.forward or _NOW.backward:
-        steps.exchange_in_pass(given, group, in_backward=_NOW.backward > 0)
-    elif _NOW.optimizer is None:
-        steps.exchange_after_backward()
+    if this.forward or this.backward:
+        this.steps.exchange_in_pass(given, group, in_backward=this.backward > 0)
+    elif this.optimizer is None:
+        this.steps.exchange_after_backward()
 
 
 def _during_data(original: Original) -> Original:
@@ -72,11 +59,12 @@ def _during_data(original: Original) -> Original:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _NOW.data += 1
+        this = HERE.now
+        this.data += 1
         try:
             return original(*args, **kwargs)
         finally:
-            _NOW.data -= 1
+            this.data -= 1
 
     return call
 
@@ -86,11 +74,12 @@ def _during_backward(original: Original) -> Original:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _NOW.backward += 1
+        this = open_here()
+        now.backward_begins(this)
         try:
             return original(*args, **kwargs)
         finally:
-            _NOW.backward -= 1
+            now.backward_ended(this)
 
     return call
 
@@ -123,7 +112,8 @@ def patch_module_call(module: Any) -> None:
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _NOW.forward or _NOW.backward or _NOW.data or torch.compiler.is_compiling():
+        this = HERE.now
+        if this.forward or this.backward or this.data or torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         return _outermost_call(original, self, args, kwargs)
 
@@ -131,9 +121,12 @@ def patch_module_call(module: Any) -> None:
 
 
 def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    recorder = BOX.recorder
-    _NOW.forwards_left -= 1
-    if recorder is None or _NOW.forwards_left < 0:
+    recorder, this = BOX.recorder, open_here()
+    # DataParallel calls replicas on threads of its own, in the middle of its forward.
+    if this.backward or "_is_replica" in module.__dict__:
+        return original(module, *args, **kwargs)
+    this.forwards_left -= 1
+    if recorder is None or this.forwards_left < 0:
         return original(module, *args, **kwargs)
     try:
         NOTES.moved_on()
@@ -141,8 +134,8 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
     except Exception as error:
         BOX.give_up(error)
         return original(module, *args, **kwargs)
-    _NOW.forward = True
-    steps = _numbers()
+    this.forward = True
+    steps = _numbers(this)
     call = steps.forward_begins(module, args, kwargs) if steps is not None else None
     try:
         result = original(module, *args, **kwargs)
@@ -153,7 +146,7 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
         NOTES.left_a_call(error, "forward")
         raise
     finally:
-        _NOW.forward = False
+        this.forward = False
     if steps is not None:
         steps.forward_ended(module, call, result)
     BOX.end(recorder, _FORWARD, span)
@@ -169,7 +162,8 @@ def patch_autograd(module: Any) -> None:
     def backward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        if not _NOW.backward and (steps := _numbers()) is not None:
+        this = open_here()
+        if not this.backward and (steps := _numbers(this)) is not None:
             roots = args[0] if args else kwargs.get("tensors")
             steps.backward_begins(roots[0] if isinstance(roots, (list, tuple)) and roots else roots)
             result = recorded(*args, **kwargs)
@@ -188,13 +182,13 @@ def patch_scaler(module: Any) -> None:
     @functools.wraps(scale)
     def recorded_scale(self: Any, outputs: Any) -> Any:
         result = scale(self, outputs)
-        if self.is_enabled() and (steps := _numbers()) is not None:
+        if self.is_enabled() and (steps := _numbers(open_here())) is not None:
             steps.loss_scaled(outputs, result)
         return result
 
     @functools.wraps(step)
     def recorded_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = _numbers() if self.is_enabled() else None
+        steps = _numbers(open_here()) if self.is_enabled() else None
         if steps is None:
             return step(self, optimizer, *args, **kwargs)
         steps.scaler_step_begins()
@@ -214,11 +208,12 @@ def patch_optimizer(module: Any) -> None:
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if torch.compiler.is_compiling():
         return None
+    this = open_here()
     try:
-        _optimizer_begins(optimizer)
+        _optimizer_begins(optimizer, this)
     except Exception as error:
         BOX.give_up(error)
-    steps = _numbers()
+    steps = _numbers(this)
     if steps is None:
         return None
     if "closure" in kwargs and kwargs["closure"] is not None:
@@ -241,27 +236,27 @@ def _checked_after(closure: Original, optimizer: Any, steps: Any) -> Original:
     return call
 
 
-def _optimizer_begins(optimizer: Any) -> None:
+def _optimizer_begins(optimizer: Any, this: Now) -> None:
     recorder = BOX.recorder or BOX.adopt()
     if recorder is None or BOX.thread.depth:
         return
     NOTES.moved_on()
-    if _NOW.optimizer is not None:
+    if this.optimizer is not None:
         # The last one raised: torch calls no hook then.
-        BOX.end(_NOW.optimizer[0], _OPTIMIZER, _NOW.optimizer[1], "raised")
-    _NOW.optimizer = recorder, BOX.begin(recorder, _OPTIMIZER, type(optimizer).__name__)
+        BOX.end(this.optimizer[0], _OPTIMIZER, this.optimizer[1], "raised")
+    this.optimizer = recorder, BOX.begin(recorder, _OPTIMIZER, type(optimizer).__name__)
 
 
 def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or _NOW.optimizer is None:
+    if torch.compiler.is_compiling() or (this := open_here()).optimizer is None:
         return
-    recorder, span = _NOW.optimizer
-    _NOW.optimizer = None
+    recorder, span = this.optimizer
+    this.optimizer = None
     if recorder is not BOX.recorder:
         return
     BOX.end(recorder, _OPTIMIZER, span)
     BOX.step_done(recorder)
-    if (steps := _numbers()) is not None:
+    if (steps := _numbers(this)) is not None:
         steps.step_done()
-    _NOW.forwards_left = _FORWARDS_PER_STEP
+    this.forwards_left = FORWARDS_PER_STEP
     memory.mark_now_and_then()

@@ -123,6 +123,3 @@ class Trends:
 def _short(value: float) -> float:
     """Six digits are enough to see a trend."""
     return float(f"{value:.6g}") if math.isfinite(value) else value
-
-
-TRENDS = Trends()
