@@ -127,11 +127,8 @@ def materialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    BOX.thread.depth += 1
-    try:
+    with BOX.unrecorded():
         optimizer.step()
-    finally:
-        BOX.thread.depth -= 1
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

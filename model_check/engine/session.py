@@ -100,9 +100,7 @@ class Session:
             return ["it holds weights only: optimizer, data and step count start fresh"]
         self.continued = checkpoint.path
         self.first_step, self.tokens_before = progress.step + 1, progress.tokens
-        if BOX.recorder is not None:
-            # Counted as the metrics do: a step that is done again is the same step.
-            BOX.recorder.steps = self.first_step
+        BOX.continue_at(self.first_step)
         self.train_step.loss_scale.load_state_dict(progress.loss_scale)
         notes = resume.data_changes(progress.data, self.loader.identity)
         self.loader.seek(Cursor() if notes else progress.cursor)

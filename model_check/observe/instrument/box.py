@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class SpanKind:
 
 
 class _PerThread(threading.local):
-    """How deep this thread is inside wrapped collectives: only the outermost is recorded."""
+    """How deep this thread is inside what is recorded as one, or not at all: only the outermost call is."""
 
     depth = 0
 
@@ -145,6 +146,21 @@ class BlackBox:
     def step_done(self, recorder: Recorder) -> None:
         recorder.put(_STEP_KIND, *self.last_site)
         recorder.steps += 1
+
+    def continue_at(self, step: int) -> None:
+        """A trainer has gone back or on to a checkpoint: its next step has this number, also if it is done again."""
+        if self.recorder is not None:
+            self.recorder.steps = step
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """What this thread does inside is no part of the training: none of its collectives and steps counts."""
+        thread = self.thread
+        thread.depth += 1
+        try:
+            yield
+        finally:
+            thread.depth -= 1
 
     # Events
 
