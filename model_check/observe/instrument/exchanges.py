@@ -17,6 +17,7 @@ not cover is not looked at here.
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from collections import deque
@@ -29,6 +30,7 @@ import torch
 
 from model_check.observe.instrument.blame import Brought
 from model_check.observe.instrument.comm_hooks import bucket_of_hook
+from model_check.observe.instrument.native import Exchange
 from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of
 from model_check.observe.numerics.finite import LocalCheck
 from model_check.observe.numerics.ranges import checkable, is_finite
@@ -39,6 +41,7 @@ _ASSUMED_SPEED = 1e12  # bytes a second of a GPU, until it has been measured
 _LAUNCH_S = 4e-6  # of the smallest kernel
 _WORTH_TIMING = 1 << 24  # bytes
 _TIMINGS = 4
+_BESIDE = 0.5  # what a look costs a step on a stream of its own, as a part of what it takes by itself
 _FRAMES_UP = 16
 _STEPS_SEARCHED = 3
 _THE_GRADIENT = "the gradient of "
@@ -66,15 +69,18 @@ class Budget:
 
 
 class _Speed:
-    """How fast this process's GPU reads: the best of the first few large pieces, for a first kernel must be loaded."""
+    """How fast this process's GPU reads: that of the first few large pieces, but for the very first kernel's."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._timings = 0
         self._seen: list[float] = []  # bytes a second
 
-    def look(self, check: LocalCheck, tensor: torch.Tensor) -> float:
-        """Looks, and says how many seconds that takes as far as is known."""
+    def look(
+        self, check: LocalCheck, tensor: torch.Tensor, *, overlaps: bool
+    ) -> tuple[float, torch.cuda.Stream | None]:
+        """Looks, says how many seconds that costs as far as is known, and behind which stream that is."""
+        seconds = self.seconds(tensor.nbytes)
         if self._timings < _TIMINGS and tensor.nbytes >= _WORTH_TIMING:
             self._timings += 1
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -83,16 +89,18 @@ class _Speed:
             check.look(tensor)
             end.record(stream)
             self._under_way.append((tensor.nbytes, begin, end))
-        else:
-            check.look(tensor)
-        return self.seconds(tensor.nbytes)
+            return seconds, None
+        if overlaps:
+            return _BESIDE * seconds, check.look_beside(tensor)
+        check.look(tensor)
+        return seconds, None
 
     def seconds(self, nbytes: int) -> float:
         while self._under_way and self._under_way[0][2].query():
             measured, begin, end = self._under_way.popleft()
             self._seen.append(measured / max(begin.elapsed_time(end) / 1e3, 1e-6))
-        best = max(self._seen) if len(self._seen) == _TIMINGS else _ASSUMED_SPEED
-        return nbytes / best + _LAUNCH_S
+        speed = statistics.median(self._seen) if len(self._seen) == _TIMINGS else _ASSUMED_SPEED
+        return nbytes / speed + _LAUNCH_S
 
 
 @dataclass(frozen=True)
@@ -235,16 +243,14 @@ class OwnGradients:
         self._looked = None
         self._computed = True
 
-    def exchange_in_forward(self, given: Sequence[torch.Tensor], group: Any) -> None:
+    def exchange_in_forward(self, exchange: Exchange) -> None:
         """What a rank brings there are activations, or sums over them."""
         self._pieces.exchanges += 1
-        self._mixes(given)
-        for tensor in self._readable(given):
-            self._look(tensor, self._spreading(group), ())
+        self._look_at_activations(exchange)
 
-    def exchange_in_backward(self, given: Sequence[torch.Tensor], group: Any, modules: Iterable[Any]) -> None:
+    def exchange_in_backward(self, exchange: Exchange, modules: Iterable[Any]) -> torch.cuda.Stream | None:
         """Gradients of parameters travel in flat buffers, or as they are; others are those of activations."""
-        pieces = self._pieces
+        pieces, given, behind = self._pieces, exchange.given, None
         pieces.exchanges += 1
         unit, of_activations = _who_reduces(sys._getframe(1), self._names)
         gradients = [t for t in given if not of_activations and (t.dim() == 1 or tuple(t.shape) in self._shapes)]
@@ -256,16 +262,19 @@ class OwnGradients:
             pieces.numbers += tensor.numel()
             pieces.buckets += 1
             name = unit or self._bucket_name(pieces.buckets - 1, tensor, modules)
-            self._look(tensor, Piece(name, pieces.exchanges, _name_of(group)), modules)
-        if gradients:
-            return
-        self._mixes(given)
-        for tensor in self._readable(given):
-            self._look(tensor, self._spreading(group), ())
+            piece = Piece(name, pieces.exchanges, _name_of(exchange.group))
+            behind = self._look(tensor, piece, modules, overlaps=exchange.overlaps) or behind
+        if not gradients:
+            self._look_at_activations(exchange)
+        return behind
 
-    def _mixes(self, given: Sequence[torch.Tensor]) -> None:
-        if any(tensor.is_floating_point() for tensor in given):
+    def _look_at_activations(self, exchange: Exchange) -> None:
+        if any(tensor.is_floating_point() for tensor in exchange.given):
             self._pieces.mixed_at = self._pieces.mixed_at or self._pieces.exchanges
+        for tensor in self._readable(exchange.given):
+            group = _name_of(exchange.group)
+            piece = Piece("what goes through a pass", self._pieces.exchanges, group, spreads=True)
+            self._look(tensor, piece, (), overlaps=False)
 
     def _readable(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Nothing while somebody records every operation of torch's: ours would be among them."""
@@ -274,10 +283,10 @@ class OwnGradients:
             return []
         return plain
 
-    def _spreading(self, group: Any) -> Piece:
-        return Piece("what goes through a pass", self._pieces.exchanges, _name_of(group), spreads=True)
-
-    def _look(self, tensor: torch.Tensor, piece: Piece, modules: Iterable[Any]) -> None:
+    def _look(
+        self, tensor: torch.Tensor, piece: Piece, modules: Iterable[Any], *, overlaps: bool
+    ) -> torch.cuda.Stream | None:
+        """Behind the stream that is returned the tensor may be written to."""
         pieces = self._pieces
         looked_at = pieces.looked_at.setdefault(tensor.device, [])
         looked_at.append(piece)
@@ -290,13 +299,15 @@ class OwnGradients:
                 elif not math.isfinite(total) and not is_finite(tensor):
                     pieces.bad_now.append(replace(piece, name=self._named_now(tensor, modules) or piece.name))
                 self._budget.spend(time.perf_counter() - began)
-                return
+                return None
             check = self._checks.get(tensor.device)
             if check is None:
                 check = self._checks[tensor.device] = LocalCheck(tensor.device)
             if len(looked_at) == 1:  # not when a step is forgotten: a forked child does that too, and has no device
                 check.begin()
-            self._budget.spend(self._speed.look(check, tensor))
+            spent, behind = self._speed.look(check, tensor, overlaps=overlaps)
+            self._budget.spend(spent)
+            return behind
 
     def _bucket_name(self, number: int, bucket: torch.Tensor, modules: Iterable[Any]) -> str:
         """Which parameters' gradients it holds: those that have one since the last, if their sizes add up to it.
@@ -342,14 +353,18 @@ class OwnGradients:
         pieces = self._pieces
         if not pieces.looked_at:
             return
-        parts = [
-            (looked_at, Reading.of(self._checks[device].sums()) if device.type == "cuda" else Reading([]))
-            for device, looked_at in pieces.looked_at.items()
-        ]
+        parts = [(looked_at, self._sums(device)) for device, looked_at in pieces.looked_at.items()]
         bad_now, mixed_at = tuple(pieces.bad_now), pieces.mixed_at
         self._earlier = Looked(parts, pieces.numbers, before_exchange=True, bad_now=bad_now, mixed_at=mixed_at)
         if pieces.numbers:  # activations alone say nothing of gradients that are still to be exchanged, or never are
             self._looked = self._earlier
+
+    def _sums(self, device: torch.device) -> Reading:
+        if device.type == "cpu":
+            return Reading([])
+        check = self._checks[device]
+        with check.beside():
+            return Reading.of(check.sums())
 
     def exchange_after_backward(self, parameters: Callable[[], Sequence[Any]]) -> None:
         """The script's own exchange begins: what it has computed is still its own."""

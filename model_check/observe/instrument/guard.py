@@ -31,6 +31,7 @@ from model_check.observe.instrument.exchanges import Looked, OwnGradients
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
 from model_check.observe.instrument.lossline import Place, Pole, poles
+from model_check.observe.instrument.native import Exchange
 from model_check.observe.instrument.readings import Reading, gradient_of, local, norms_of, reading_of
 from model_check.observe.numerics.ranges import checkable, is_finite
 
@@ -182,12 +183,13 @@ class Guard:
             # Looked at now: the graph still has its numbers, and the script may yet decide to leave this step out.
             this.hit = Hit.in_forward(loss.value(), calls, root.grad_fn, this.place)
 
-    def exchange_in_pass(self, given: list[torch.Tensor], group: Any, *, in_backward: bool) -> None:
-        """A collective is about to be started in the middle of a pass, with what this rank brings to a reduction."""
+    def exchange_in_pass(self, exchange: Exchange, *, in_backward: bool) -> torch.cuda.Stream | None:
+        """A collective is about to be started in the middle of a pass: behind which stream it has to be queued."""
         if self.on and in_backward:
-            self._own.exchange_in_backward(given, group, self._modules())
-        elif self.on and self._learning:
-            self._own.exchange_in_forward(given, group)
+            return self._own.exchange_in_backward(exchange, self._modules())
+        if self.on and self._learning:
+            self._own.exchange_in_forward(exchange)
+        return None
 
     def exchange_after_backward(self) -> None:
         if self.on and not self._settled:

@@ -30,10 +30,11 @@ class _Operator:
     peer: int | None = None
     phase: str = "collective"
     given: int | None = None  # of a reduction: what this rank brings into it
+    overlaps: int | None = None  # whether it is on a stream of the backend's own; torch leaves out what is true
 
 
 _OPERATORS = {
-    "allreduce_": _Operator("all_reduce", 0, 1, given=0),
+    "allreduce_": _Operator("all_reduce", 0, 1, given=0, overlaps=4),
     "allreduce_coalesced_": _Operator("all_reduce", 0, 1, given=0),
     "broadcast_": _Operator("broadcast", 0, 1, 2),
     "reduce_": _Operator("reduce", 0, 1, 3, given=0),
@@ -59,9 +60,18 @@ _OPERATORS = {
 Listener = Callable[[str, Any, Any], Callable[[Any], None]]
 """Told of a call before its backend has it: operation, tensor, process group. What it returns is told the result."""
 
-Told = Callable[[list[torch.Tensor], Any], None]
-"""Told of an exchange before its backend has it: the tensors that this rank brings to a reduction, still its own (none
-where nothing is added up), and the process group as the dispatcher holds it."""
+Told = Callable[["Exchange"], Any]
+"""Told of an exchange before its backend has it. Where it reads the tensors on a stream of its own, it returns that
+stream: the exchange is queued behind it, since it writes to them. Otherwise None."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective that is about to be started."""
+
+    given: list[torch.Tensor]  # what this rank brings to a reduction, still its own; none where nothing is added up
+    group: Any  # as the dispatcher holds it
+    overlaps: bool  # the script's own stream goes on beside it, until the script waits for it
 
 
 class NeedsPeers(RuntimeError):
@@ -170,16 +180,26 @@ def _tensors(given: Any) -> list[torch.Tensor]:
 def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any], Any]) -> Callable[..., Any]:
     op, phase, tensor_at, group_at = operator.op, operator.phase, operator.tensor, operator.group
     peer_at, given_at = operator.peer, operator.given
-    exchanges = tensor_at is not None
+    exchanges, overlaps_at = tensor_at is not None, operator.overlaps
     redispatch = target._handle.redispatch_boxed  # what `target.redispatch` calls, without a frame of its own
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if _Registered.lone is not None and _Registered.lone.includes_this_thread():
             _Registered.lone.stop()
-        if exchanges:
-            for told in _Registered.told:
-                with _dropping(told):
-                    told([] if given_at is None else _tensors(args[given_at]), args[group_at])
+        if not exchanges or not _Registered.told:
+            return heard(keyset, args, kwargs)
+        given = [] if given_at is None else _tensors(args[given_at])
+        overlaps = overlaps_at is not None and (len(args) <= overlaps_at or bool(args[overlaps_at]))
+        behind = None
+        for told in _Registered.told:
+            with _dropping(told):
+                behind = told(Exchange(given, args[group_at], overlaps)) or behind
+        if behind is None:
+            return heard(keyset, args, kwargs)
+        with torch.cuda.stream(behind):
+            return heard(keyset, args, kwargs)
+
+    def heard(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _Registered.listeners:
             return record(keyset, args, kwargs)
         tensor = None if tensor_at is None else args[tensor_at]

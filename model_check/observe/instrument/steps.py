@@ -18,6 +18,7 @@ from model_check.errors import NumericsError
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.guard import Guard
 from model_check.observe.instrument.inputs import Call
+from model_check.observe.instrument.native import Exchange
 from model_check.observe.instrument.readings import reading_of
 from model_check.observe.instrument.replicas import REPLICAS
 from model_check.observe.instrument.scaling import Scaling
@@ -101,9 +102,9 @@ class Steps:
         self.guard.backward_ended()
 
     @_harmless
-    def exchange_in_pass(self, given: list[torch.Tensor], group: Any, *, in_backward: bool) -> None:
+    def exchange_in_pass(self, exchange: Exchange, *, in_backward: bool) -> torch.cuda.Stream | None:
         """The dispatcher is about to hand a collective to its backend, in the middle of a forward or a backward."""
-        self.guard.exchange_in_pass(given, group, in_backward=in_backward)
+        return self.guard.exchange_in_pass(exchange, in_backward=in_backward)
 
     @_harmless
     def exchange_after_backward(self) -> None:

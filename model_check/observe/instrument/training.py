@@ -43,15 +43,16 @@ def _numbers(this: Now) -> Any:
     return this.steps
 
 
-def _exchange_begins(given: list[torch.Tensor], group: Any) -> None:
+def _exchange_begins(exchange: Any) -> Any:
     """Those of an optimizer come too late; a closure that it calls makes its gradients there."""
     this = open_here()
     if this.steps is None:  # a thread that has not trained: what it exchanges is no part of a step
-        return
+        return None
     if this.forward or this.backward:
-        this.steps.exchange_in_pass(given, group, in_backward=this.backward > 0)
-    elif this.optimizer is None:
+        return this.steps.exchange_in_pass(exchange, in_backward=this.backward > 0)
+    if this.optimizer is None:
         this.steps.exchange_after_backward()
+    return None
 
 
 def _during_data(original: Original) -> Original:

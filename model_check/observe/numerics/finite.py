@@ -9,6 +9,7 @@ A lone rank exchanges nothing; for it the gradient norm of the step says the sam
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class LocalCheck:
         self.looked_at = 0
         self.open = True  # between `begin` and `close`: what is reduced then is gradients
         self._device = device
+        self._stream: torch.cuda.Stream | None = None
         self._make_room(pieces)
 
     def _make_room(self, pieces: int) -> None:
@@ -51,6 +53,28 @@ class LocalCheck:
         else:  # more than there were ever before: until the next step they share a place, where a bad number stays
             self._places[-1].add_(torch.sum(gradient, dim=dims, dtype=torch.float32))
 
+    def look_beside(self, gradient: torch.Tensor) -> torch.cuda.Stream | None:
+        """Looks on a stream of its own, beside the kernels that are queued from now on: half the price.
+
+        Who writes to the gradient has to be queued behind the stream that is returned.
+        """
+        if not gradient.is_cuda or self.looked_at >= len(self._places) - 1:
+            self.look(gradient)
+            return None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(gradient.device)
+        with self.beside():
+            self.look(gradient)
+        gradient.record_stream(self._stream)  # it may be freed, and its memory lent again, before this has run
+        return self._stream
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """What is queued inside runs behind all that was looked at, on the stream of its own where there is one."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
     def sums(self) -> torch.Tensor:
         """One number for each piece, finite if the piece was; of very many, the last ones share one."""
         return self._sums[: self.looked_at]
@@ -70,13 +94,17 @@ def watch_replica(device: torch.device) -> LocalCheck:
     check = LocalCheck(device)
     known = weakref.ref(check)
 
-    def reduces(given: list[torch.Tensor], _group: Any) -> None:
-        watching = known()
+    def reduces(exchange: native.Exchange) -> torch.cuda.Stream | None:
+        watching, behind = known(), None
         if watching is None:
             native.stop_telling(reduces)
         elif watching.open:
-            for bucket in given:
-                watching.look(bucket)
+            for bucket in exchange.given:
+                if exchange.overlaps:
+                    behind = watching.look_beside(bucket) or behind
+                else:
+                    watching.look(bucket)
+        return behind
 
     native.install()
     native.tell_of_exchanges(reduces)
