@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from model_check.observe.numerics.finite import LocalCheck
 from model_check.rundir import RunDir, read_jsonl
 
 pytestmark = [
@@ -109,3 +110,48 @@ def test_where_the_script_waits_for_the_device_the_step_is_replayed_in_time(tmp_
 
 def test_a_healthy_script_never_waits_and_is_left_alone(tmp_path: Path) -> None:
     assert run(tmp_path, bad_step=99) == []
+
+
+@pytest.fixture
+def late_check() -> LocalCheck:
+    """One whose own stream is far behind the script's."""
+    check = LocalCheck(torch.device("cuda", 0))
+    check.begin()
+    check.look_beside(torch.zeros(1, device="cuda"))
+    with check.beside():
+        torch.cuda._sleep(200_000_000)
+    return check
+
+
+def spoilt_bucket() -> torch.Tensor:
+    bucket = torch.ones(1 << 24, device="cuda")
+    bucket[12345] = float("nan")
+    return bucket
+
+
+def test_a_look_beside_sees_what_was_there_before_the_exchange_writes_to_it(late_check: LocalCheck) -> None:
+    bucket = spoilt_bucket()
+    behind = late_check.look_beside(bucket)
+    with torch.cuda.stream(behind):
+        bucket.zero_()
+    torch.cuda.synchronize()
+    assert late_check.sums()[1].isnan()
+
+
+def test_memory_that_is_still_to_be_looked_at_is_not_lent_again(late_check: LocalCheck) -> None:
+    late_check.look_beside(spoilt_bucket())
+    others = [torch.zeros(1 << 24, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    assert late_check.sums()[1].isnan()
+    assert not any(other.any() for other in others)
+
+
+def test_what_is_looked_at_beside_keeps_nobody_waiting(late_check: LocalCheck) -> None:
+    late_check.look_beside(spoilt_bucket())
+    with late_check.beside():
+        answered = torch.cuda.Event()
+        answered.record()
+    torch.cuda.current_stream().synchronize()
+    assert not answered.query()
+    torch.cuda.synchronize()
+    assert answered.query()
