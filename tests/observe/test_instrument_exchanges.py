@@ -343,7 +343,7 @@ def test_what_is_gathered_counts_as_gradients_in_a_communication_hook_only(in_ho
 
     def gather() -> None:
         group: Any = dist.group.WORLD
-        own.exchange_in_backward([], group.boxed(), [model])
+        own.exchange_in_backward(native.Exchange([], group.boxed(), overlaps=False), [model])
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
         if in_hook:
