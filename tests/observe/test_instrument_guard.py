@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,9 +192,33 @@ def test_a_tensor_of_a_graph_is_not_kept_alive(watched: Callable[..., Script]) -
     run = watched(Net())
     logits = run.model(torch.randn(4, 6))
     call = run.guard.forward_begins(torch.nn.Identity(), (logits,), {})
+    run.guard.forward_ended(call, None)
     assert call is not None and call.why_not_again() == ""
     del logits
     assert call.why_not_again() == "what its forward was given is no longer there"
+
+
+def test_a_forward_that_failed_keeps_nothing_alive(watched: Callable[..., Script]) -> None:
+    """A script that has run out of memory goes on with a smaller batch: the graph must not wait for us."""
+    run = watched(Net())
+    logits = run.model(torch.randn(4, 6))
+    known = weakref.ref(logits)
+    run.guard.forward_begins(torch.nn.Identity(), (logits,), {})
+    run.guard.forward_failed()
+    del logits
+    assert known() is None
+
+
+def test_the_inputs_of_a_step_are_let_go_before_the_next_forward(watched: Callable[..., Script]) -> None:
+    """Two batches at once would be memory that the script does not take without us."""
+    run = watched(Net())
+    x = torch.randn(4, 6)
+    known = weakref.ref(x)
+    run.step(x, mean_square)
+    del x
+    assert known() is not None
+    run.guard.forward_begins(run.model, (torch.randn(4, 6),), {})
+    assert known() is None
 
 
 def test_a_step_that_the_script_leaves_out_is_its_own_business(watched: Callable[..., Script]) -> None:

@@ -126,6 +126,7 @@ class Guard:
         self.history = History()
         self._inputs = Inputs()
         self._calls_seen = 0
+        self._begun: Call | None = None  # a forward that is not yet among the calls of its step
         self._learning = False  # a forward is under way whose result may be learnt from
         self._passes: list[_Pass] = []
         self._reports = 0
@@ -150,18 +151,27 @@ class Guard:
     # What the script does
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        self._begin_anew()
-        call = self._inputs.begins(module, args, kwargs) if self.on else None
+        """What can wait until its kernels are queued is left to `_catch_up`."""
+        if self._settled:
+            self._let_go()
+        self._begun = call = self._inputs.begins(module, args, kwargs) if self.on else None
         self._learning = call is not None
         return call
 
-    def forward_ended(self, call: Call, result: Any) -> None:
+    def forward_ended(self, call: Call | None, result: Any) -> None:
         self._learning = False
-        self._inputs.ended(call, result)
+        self._catch_up()
+        if call is not None:
+            self._inputs.ended(call, result)
+
+    def forward_failed(self) -> None:
+        """Nothing comes of it; what it was given may be part of a graph, and is not to be kept alive."""
+        self._begun = None
+        self._learning = False
 
     def backward_begins(self, root: Any, loss: Reading | None, *, scaled: bool = False) -> None:
         """`scaled`: the root is a loss times a GradScaler's factor, which may overflow in good health."""
-        self._begin_anew()
+        self._catch_up()
         if not self.on:
             return
         self._own.backward_begins(p for probed in self._probed.values() for p in probed.all)
@@ -188,6 +198,7 @@ class Guard:
         if self.on and in_backward:
             return self._own.exchange_in_backward(exchange, self._modules())
         if self.on and self._learning:
+            self._catch_up()
             self._own.exchange_in_forward(exchange)
         return None
 
@@ -257,21 +268,30 @@ class Guard:
 
     def forget(self) -> None:
         self._own.forget()
+        self._let_go()
+        self._settled = False
+
+    def _let_go(self) -> None:
+        """The memory of the inputs is the script's again."""
         self._inputs.forget()
         self._passes.clear()
         self._calls_seen = 0
-        self._settled = False
 
     def forget_whose(self) -> None:
         """Another thread takes over: what was known of the last one's models may be a third one's by now."""
         self.forget()
+        self._begun = None
         self._named.clear()
         self._probed.clear()
 
-    def _begin_anew(self) -> None:
+    def _catch_up(self) -> None:
+        """The step before is forgotten, and the forward that has begun is the first of a new one."""
         if self._settled:
             self.flush()
             self.forget()
+        if self._begun is not None:
+            self._inputs.keep(self._begun)
+            self._begun = None
 
     # What is known of the step
 

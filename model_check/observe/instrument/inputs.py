@@ -2,12 +2,16 @@
 
 Kept until the next step begins, which is about as long as the script's own variables keep it. A tensor that
 belongs to a graph (the logits given to a loss module) is never kept alive: only remembered while somebody else does.
+
+Before a forward only that is asked which the forward itself changes. A script that has just waited for its GPU, by
+copying a batch to it for one, has it idle until the first kernel of the forward is queued: whatever is done before that
+makes the step longer, whatever is done after it is free.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,11 +71,11 @@ class Call:
     kwargs: dict[str, Any]
     generator: torch.Tensor
     cuda_generator: torch.Tensor | None
-    autocast: tuple[tuple[str, torch.dtype], ...]
     versions: tuple[int, ...]
-    nbytes: int
     site: tuple[int, int, int]  # the line of the script that makes the call, as the ring numbers it
-    nodes: range = range(0)  # sequence numbers of what it added to the graph
+    nodes: range  # sequence numbers of what it added to the graph
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    nbytes: int = 0
     outputs: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
 
     @property
@@ -112,7 +116,7 @@ class Call:
             given = list(tensors_in(*self.given()))
         except _Gone:
             return "what its forward was given is no longer there"
-        if tuple(tensor._version for tensor in given if not tensor.requires_grad) != self.versions:
+        if _versions(given) != self.versions:
             return "the script has changed its forward's inputs in place"
         return ""
 
@@ -145,25 +149,32 @@ class Inputs:
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        if not torch.is_grad_enabled() or len(self.calls) >= _MOST_CALLS:
+    @staticmethod
+    def begins(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """A call with what its forward is about to change; to be kept once its first kernels are queued."""
+        if not torch.is_grad_enabled():
             return None
-        given = [tensor for tensor in tensors_in(args, kwargs) if not tensor.requires_grad]
-        call = Call(
-            module=module,
-            args=_map(args, _borrow),
-            kwargs=_map(kwargs, _borrow),
+        flat = not kwargs and all(type(value) is torch.Tensor for value in args)
+        return Call(
+            module,
+            args,
+            kwargs,
             generator=torch.default_generator.get_state(),
             cuda_generator=_cuda_generator(),
-            autocast=_autocast(),
-            versions=tuple(tensor._version for tensor in given),
-            nbytes=sum(tensor.nbytes for tensor in given),
+            versions=_versions(args if flat else tensors_in(args, kwargs)),
             site=BOX.last_site,
             nodes=range(torch.autograd._get_sequence_nr(), 1 << 62),
         )
+
+    def keep(self, call: Call) -> None:
+        """Adds a call to those of the step."""
+        if len(self.calls) >= _MOST_CALLS:
+            return
+        call.nbytes = sum(tensor.nbytes for tensor in tensors_in(call.args, call.kwargs) if not tensor.requires_grad)
+        call.args, call.kwargs = _map(call.args, _borrow), _map(call.kwargs, _borrow)
+        call.autocast = _autocast()
         self.calls.append(call)
         self._stay_small()
-        return call
 
     def _stay_small(self) -> None:
         """Of many micro-batches the oldest inputs are let go."""
@@ -183,10 +194,16 @@ class Inputs:
         self.calls.clear()
 
 
+def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """How often each has been changed in place; of those that are part of a graph, autograd itself keeps watch."""
+    return tuple([tensor._version for tensor in tensors if not tensor.requires_grad])
+
+
 def _cuda_generator() -> torch.Tensor | None:
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
-    return torch.cuda.get_rng_state()
+    # What `torch.cuda.get_rng_state` does, without looking up the device by its name.
+    return torch.cuda.default_generators[torch.cuda.current_device()].get_state()
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:

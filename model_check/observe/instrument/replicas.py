@@ -109,7 +109,7 @@ class Replicas:
         self._batch_step = -1
         self._pending: list[tuple[str, int, list[int], dict[str, Reading]]] = []
 
-    def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
+    def forward_seen(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
         """`step`: those that the thread has done. What other threads do meanwhile is not the same on every rank."""
         if type(module).__name__ != "DistributedDataParallel" or BOX.recorder is None:
             return
@@ -126,7 +126,7 @@ class Replicas:
     def step_begins(self, module: Any, batch: Any) -> None:
         """For a trainer whose forwards are not instrumented: once a step, with its first batch."""
         given = batch if isinstance(batch, (tuple, list, dict)) else (getattr(batch, "tokens", batch),)
-        self.forward_begins(module, (given,), {}, BOX.recorder.steps if BOX.recorder is not None else 0)
+        self.forward_seen(module, (given,), {}, BOX.recorder.steps if BOX.recorder is not None else 0)
 
     def _of(self, module: Any) -> _Copies:
         copies = self._copies.get(module)

@@ -73,19 +73,21 @@ class Steps:
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """The outermost module is called."""
         self._tokens.forward_begins(module, args, kwargs)
-        REPLICAS.forward_begins(module, args, kwargs, self._done)
         return self.guard.forward_begins(module, args, kwargs)
 
     @_harmless
-    def forward_ended(self, module: Any, call: Call | None, result: Any) -> None:
-        if call is not None:
-            self.guard.forward_ended(call, result)
+    def forward_ended(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None, result: Any
+    ) -> None:
+        self.guard.forward_ended(call, result)
+        REPLICAS.forward_seen(module, args, kwargs, self._done)
         if (trends := self._trends) is not None:
             trends.forward_ended(module, result)
 
     @_harmless
     def forward_failed(self) -> None:
         self._tokens.failed()
+        self.guard.forward_failed()
 
     @_harmless
     def backward_begins(self, root: Any) -> None:

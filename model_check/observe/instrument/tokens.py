@@ -7,6 +7,7 @@ it, so the largest id is copied to pinned memory ahead of the forward, where it 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +23,16 @@ class Tokens:
 
     def __init__(self) -> None:
         self._rows: weakref.WeakKeyDictionary[Any, tuple[str, int] | None] = weakref.WeakKeyDictionary()
+        self._last: Callable[[], Any] = lambda: None  # the module that was asked about last
         self._embedding: tuple[str, int] | None = None
         self._largest: list[Reading] = []
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._largest.clear()
-        if module not in self._rows:
-            self._rows[module] = _first_embedding(module)
-        self._embedding = self._rows[module]
+        if module is not self._last():
+            if module not in self._rows:
+                self._rows[module] = _first_embedding(module)
+            self._last, self._embedding = weakref.ref(module), self._rows[module]
         if self._embedding is None:
             return
         given = (local(tensor) for tensor in tensors_in(args, kwargs) if tensor.dtype in _IDS and tensor.numel())

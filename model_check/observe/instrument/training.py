@@ -149,7 +149,7 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
     finally:
         this.forward = False
     if steps is not None:
-        steps.forward_ended(module, call, result)
+        steps.forward_ended(module, args, kwargs, call, result)
     BOX.end(recorder, _FORWARD, span)
     return result
 
