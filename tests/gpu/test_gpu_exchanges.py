@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from model_check.observe.instrument.budget import groups_of
+from model_check.observe.instrument.readings import Reading
 from model_check.observe.numerics.finite import LocalCheck
 from model_check.rundir import RunDir, read_jsonl
 
@@ -144,6 +147,27 @@ def test_memory_that_is_still_to_be_looked_at_is_not_lent_again(late_check: Loca
     torch.cuda.synchronize()
     assert late_check.sums()[1].isnan()
     assert not any(other.any() for other in others)
+
+
+def test_the_next_step_does_not_overwrite_an_answer_that_is_late(late_check: LocalCheck) -> None:
+    late_check.look_beside(spoilt_bucket())
+    with late_check.beside():
+        answer = Reading.of(late_check.sums())
+    late_check.begin()
+    late_check.look(torch.zeros(1, device="cuda"))
+    late_check.look(torch.zeros(1, device="cuda"))
+    assert math.isnan(answer.value()[1])
+    assert late_check.sums().tolist() == [0.0, 0.0]
+
+
+def test_a_part_of_a_bucket_is_looked_at_beside_too(late_check: LocalCheck) -> None:
+    bucket = torch.zeros(1 << 24, device="cuda")
+    bucket[1 << 20 : (1 << 20) + 4096] = float("nan")
+    behind = late_check.look_beside(groups_of(bucket, 16, 5))
+    with torch.cuda.stream(behind):
+        bucket.zero_()
+    torch.cuda.synchronize()
+    assert late_check.sums()[1].isnan()
 
 
 def test_what_is_looked_at_beside_keeps_nobody_waiting(late_check: LocalCheck) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from observed_runs import Outcome, Runner, run_ranks
 
+from model_check.observe.instrument import native
 from model_check.rundir import RunDir
 
 
@@ -34,3 +36,13 @@ def run(tmp_path: Path, script: Callable[[str], Path]) -> Runner:
         return run_ranks(script(text), RunDir.create(tmp_path / f"run-{count}"), world=world, **how)
 
     return go
+
+
+@pytest.fixture
+def lone_group() -> Iterator[None]:
+    """A process group of this process alone, whose collectives pass the dispatcher's kernels."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    native.install()
+    yield
+    native.uninstall()
+    dist.destroy_process_group()

@@ -9,18 +9,15 @@ Activations are reduced too, in both passes, by tensor parallelism and by batch 
 number comes back to all of them, and from then on each brings bad gradients. So what goes into those is looked at as
 well, and the number of the first bad one is kept: whoever has the lowest was first.
 
-Reading gradients costs what memory bandwidth it takes, whatever the script computes. So there is a budget: a quarter
-of a percent of the run's time, and a little in advance so that the first steps are all looked at. A step that it does
-not cover is not looked at here.
+How much of them is read, all or a part of each, is a question of the budget.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -29,78 +26,18 @@ from typing import Any
 import torch
 
 from model_check.observe.instrument.blame import Brought
+from model_check.observe.instrument.budget import Budget, Prices, groups_of, slice_of
 from model_check.observe.instrument.comm_hooks import bucket_of_hook
 from model_check.observe.instrument.native import Exchange
 from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of
 from model_check.observe.numerics.finite import LocalCheck
 from model_check.observe.numerics.ranges import checkable, is_finite
 
-_SHARE = 0.0025
-_ADVANCE_S = 0.25
-_ASSUMED_SPEED = 1e12  # bytes a second of a GPU, until it has been measured
-_LAUNCH_S = 4e-6  # of the smallest kernel
-_WORTH_TIMING = 1 << 24  # bytes
-_TIMINGS = 4
-_BESIDE = 0.5  # what a look costs a step on a stream of its own, as a part of what it takes by itself
 _FRAMES_UP = 16
 _STEPS_SEARCHED = 3
 _THE_GRADIENT = "the gradient of "
 _FUNCTIONS = torch.autograd.function.__file__
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "._flat_param", "_flat_param")
-
-
-class Budget:
-    """How much of a run's time may go into looking."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._left_s = _ADVANCE_S
-        self._since = clock()
-
-    def covers_a_step(self) -> bool:
-        """What a step takes is known only afterwards: it may overdraw, and the next ones wait until that is paid."""
-        now = self._clock()
-        self._left_s = min(_ADVANCE_S, self._left_s + _SHARE * (now - self._since))
-        self._since = now
-        return self._left_s > 0
-
-    def spend(self, seconds: float) -> None:
-        self._left_s -= seconds
-
-
-class _Speed:
-    """How fast this process's GPU reads: that of the first few large pieces, but for the very first kernel's."""
-
-    def __init__(self) -> None:
-        self._under_way: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._timings = 0
-        self._seen: list[float] = []  # bytes a second
-
-    def look(
-        self, check: LocalCheck, tensor: torch.Tensor, *, overlaps: bool
-    ) -> tuple[float, torch.cuda.Stream | None]:
-        """Looks, says how many seconds that costs as far as is known, and behind which stream that is."""
-        seconds = self.seconds(tensor.nbytes)
-        if self._timings < _TIMINGS and tensor.nbytes >= _WORTH_TIMING:
-            self._timings += 1
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            stream = torch.cuda.current_stream(tensor.device)
-            begin.record(stream)
-            check.look(tensor)
-            end.record(stream)
-            self._under_way.append((tensor.nbytes, begin, end))
-            return seconds, None
-        if overlaps:
-            return _BESIDE * seconds, check.look_beside(tensor)
-        check.look(tensor)
-        return seconds, None
-
-    def seconds(self, nbytes: int) -> float:
-        while self._under_way and self._under_way[0][2].query():
-            measured, begin, end = self._under_way.popleft()
-            self._seen.append(measured / max(begin.elapsed_time(end) / 1e3, 1e-6))
-        speed = statistics.median(self._seen) if len(self._seen) == _TIMINGS else _ASSUMED_SPEED
-        return nbytes / speed + _LAUNCH_S
 
 
 @dataclass(frozen=True)
@@ -169,7 +106,9 @@ class _Pieces:
     """What was looked at in the passes of the step in progress."""
 
     looked_at: dict[torch.device, list[Piece]] = field(default_factory=dict)
-    numbers: int = 0  # of gradients
+    numbers: int = 0  # of gradients, that were read
+    nbytes: Counter[str] = field(default_factory=Counter)  # by kind of device, of which all or a part was read
+    cpu_seconds: float = 0.0
     buckets: int = 0
     exchanges: int = 0  # whether or not they were looked at
     mixed_at: int = 0  # the first of them whose result went on through a pass; 0: none
@@ -183,7 +122,9 @@ class OwnGradients:
     def __init__(self, *, every_step: bool) -> None:
         self._every_step = every_step
         self._budget = Budget()
-        self._speed = _Speed()
+        self._prices = Prices()
+        self._usual_bytes: Counter[str] = Counter()  # of a step's gradients
+        self._turn = 0
         self._checks: dict[torch.device, LocalCheck] = {}
         self._names: dict[int, str] = {}
         self._buckets: dict[tuple[int, int], str] = {}
@@ -191,13 +132,19 @@ class OwnGradients:
         self._shapes: set[tuple[int, ...]] = set()
         self._usual: set[int] = set()  # exchanges of a pass that bring NaN in good health too, a metric of nothing
         self._in_shards: set[int] = set()  # parameters that show only this rank's part of them
+        self._decided: int | None = None
         self._pieces = _Pieces()
         self.forget()
 
     def forget(self) -> None:
         """A new step begins."""
-        self._steps_looked += bool(self._pieces.numbers)
-        self._decided: bool | None = None
+        pieces, part = self._pieces, self._decided
+        if pieces.nbytes and part:
+            self._usual_bytes = pieces.nbytes
+            self._turn += 1
+            self._prices.learn("cpu", pieces.nbytes["cpu"], part, pieces.cpu_seconds)
+        self._steps_looked += bool(pieces.numbers)
+        self._decided = None
         self._pieces = _Pieces()
         self._looked: Looked | None = None
         self._earlier: Looked | None = None
@@ -205,11 +152,14 @@ class OwnGradients:
         self._exchanged = False
 
     @property
-    def _looking(self) -> bool:
-        """Decided once a step: half a step's gradients would show nothing."""
+    def _part(self) -> int:
+        """All gradients are read (1), every k-th group (k), or nothing (0). Decided once a step, for all of it."""
         if self._decided is None:
-            self._decided = self._every_step or self._budget.covers_a_step()
+            self._decided = 1 if self._every_step else self._budget.part_of_a_step(self._price)
         return self._decided
+
+    def _price(self, part: int) -> float:
+        return sum(self._prices.seconds(device, nbytes, part) for device, nbytes in self._usual_bytes.items())
 
     def learn_names(self, module: Any) -> None:
         """What its parameters are called and look like; the first time that a module is seen."""
@@ -259,7 +209,6 @@ class OwnGradients:
             unit, gradients = self._several(bucket.parameters()), [bucket.buffer()]
         self._exchanged = self._exchanged or bool(gradients) or not given
         for tensor in self._readable(gradients):
-            pieces.numbers += tensor.numel()
             pieces.buckets += 1
             name = unit or self._bucket_name(pieces.buckets - 1, tensor, modules)
             piece = Piece(name, pieces.exchanges, _name_of(exchange.group))
@@ -279,7 +228,7 @@ class OwnGradients:
     def _readable(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Nothing while somebody records every operation of torch's: ours would be among them."""
         plain = [t for tensor in given if (t := local(tensor)) is not None and checkable(t) and t.numel()]
-        if not plain or not self._looking or capturing(plain[0]) or torch._C._len_torch_dispatch_stack():
+        if not plain or not self._part or capturing(plain[0]) or torch._C._len_torch_dispatch_stack():
             return []
         return plain
 
@@ -287,27 +236,35 @@ class OwnGradients:
         self, tensor: torch.Tensor, piece: Piece, modules: Iterable[Any], *, overlaps: bool
     ) -> torch.cuda.Stream | None:
         """Behind the stream that is returned the tensor may be written to."""
-        pieces = self._pieces
+        pieces, part = self._pieces, self._part
         looked_at = pieces.looked_at.setdefault(tensor.device, [])
         looked_at.append(piece)
+        pieces.nbytes[tensor.device.type] += tensor.nbytes
+        pieces.numbers += 0 if piece.spreads else tensor.numel() // part
         with torch.no_grad():
             if tensor.is_cpu:
                 began = time.perf_counter()
-                total = torch.sum(tensor, dtype=torch.float32).item()
+                total = torch.sum(groups_of(tensor, part, self._turn), dtype=torch.float32).item()
                 if piece.spreads:
                     pieces.bad_now += [piece] * math.isnan(total)  # infinity is what masks and maxima are made of
                 elif not math.isfinite(total) and not is_finite(tensor):
                     pieces.bad_now.append(replace(piece, name=self._named_now(tensor, modules) or piece.name))
-                self._budget.spend(time.perf_counter() - began)
+                self._spend_here(began)
                 return None
             check = self._checks.get(tensor.device)
             if check is None:
                 check = self._checks[tensor.device] = LocalCheck(tensor.device)
             if len(looked_at) == 1:  # not when a step is forgotten: a forked child does that too, and has no device
                 check.begin()
-            spent, behind = self._speed.look(check, tensor, overlaps=overlaps)
+            spent, behind = self._prices.look(check, tensor, part, self._turn, overlaps=overlaps)
             self._budget.spend(spent)
             return behind
+
+    def _spend_here(self, began: float) -> None:
+        """What was read on the CPU was waited for."""
+        seconds = time.perf_counter() - began
+        self._pieces.cpu_seconds += seconds
+        self._budget.spend(seconds)
 
     def _bucket_name(self, number: int, bucket: torch.Tensor, modules: Iterable[Any]) -> str:
         """Which parameters' gradients it holds: those that have one since the last, if their sizes add up to it.
@@ -368,7 +325,7 @@ class OwnGradients:
 
     def exchange_after_backward(self, parameters: Callable[[], Sequence[Any]]) -> None:
         """The script's own exchange begins: what it has computed is still its own."""
-        if self._computed and self._looked is None and self._looking:
+        if self._computed and self._looked is None and self._part:
             self._looked = self._look_at(parameters(), before_exchange=not self._exchanged)
         self._exchanged = self._exchanged or self._computed
 
@@ -389,29 +346,32 @@ class OwnGradients:
 
     def at_the_optimizer(self, parameters: Sequence[Any]) -> Looked | None:
         """What is known of this step's gradients; None where the budget did not cover them."""
-        if self._looked is None and self._looking:
+        if self._looked is None and self._part:
             return self._look_at(parameters, before_exchange=not self._exchanged)
         return self._looked
 
     def _look_at(self, parameters: Sequence[Any], *, before_exchange: bool) -> Looked | None:
-        began = time.perf_counter()
+        began, part = time.perf_counter(), self._part
         by_device: dict[torch.device, tuple[list[Piece], list[torch.Tensor]]] = {}
+        nbytes: Counter[str] = Counter()
         for parameter in reversed(parameters):
             gradient = gradient_of(parameter)
             if gradient is not None and gradient.numel() and checkable(gradient):
                 pieces, gradients = by_device.setdefault(gradient.device, ([], []))
                 pieces.append(Piece(self._name(parameter)))
-                gradients.append(gradient.detach())
+                gradients.append(slice_of(gradient.detach(), part, self._turn))
+                nbytes[gradient.device.type] += gradient.nbytes
         parts, numbers = [], 0
-        for device, (pieces, gradients) in by_device.items():
+        self._pieces.nbytes = nbytes
+        for pieces, gradients in by_device.values():
             if (norms := norms_of(gradients)) is None:
                 return None
             parts.append((pieces, norms))
             numbers += sum(gradient.numel() for gradient in gradients)
-            if device.type == "cuda":
-                self._budget.spend(self._speed.seconds(sum(gradient.nbytes for gradient in gradients)))
-        if not any(device.type == "cuda" for device in by_device):
-            self._budget.spend(time.perf_counter() - began)
+        if nbytes["cuda"]:
+            self._budget.spend(self._prices.seconds("cuda", nbytes["cuda"] // part, 1))
+        else:
+            self._spend_here(began)
         looked = Looked(parts, numbers, before_exchange, mixed_at=self._pieces.mixed_at)
         return looked.with_earlier(self._earlier) if parts else None
 

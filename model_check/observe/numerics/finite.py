@@ -35,6 +35,8 @@ class LocalCheck:
 
     def begin(self) -> None:
         """Forgets the step before."""
+        if self._stream is not None:  # its sums may still be on their way from there
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if self.looked_at > len(self._places):
             self._make_room(2 * self.looked_at)
         self._sums.zero_()
@@ -94,17 +96,13 @@ def watch_replica(device: torch.device) -> LocalCheck:
     check = LocalCheck(device)
     known = weakref.ref(check)
 
-    def reduces(exchange: native.Exchange) -> torch.cuda.Stream | None:
-        watching, behind = known(), None
+    def reduces(exchange: native.Exchange) -> None:
+        watching = known()
         if watching is None:
             native.stop_telling(reduces)
         elif watching.open:
             for bucket in exchange.given:
-                if exchange.overlaps:
-                    behind = watching.look_beside(bucket) or behind
-                else:
-                    watching.look(bucket)
-        return behind
+                watching.look(bucket)
 
     native.install()
     native.tell_of_exchanges(reduces)

@@ -1,0 +1,118 @@
+"""How much of a step's gradients is looked at: never more than its share of the time, and nothing left out for good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+
+from model_check.observe.instrument import native
+from model_check.observe.instrument.budget import ADVANCE_S, PARTS, SHARE, Budget, groups_of, slice_of
+from model_check.observe.instrument.exchanges import OwnGradients
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-3, 2.0), st.floats(1e-6, 0.5))
+def test_looking_never_takes_more_than_its_share_of_a_long_run(step_s: float, look_s: float) -> None:
+    """The dearest price there is: a part of the gradients that takes half of what all of them take."""
+    now, steps, spent, read = 0.0, 2000, 0.0, []
+
+    def price(part: int) -> float:
+        return look_s if part == 1 else look_s / 2
+
+    budget = Budget(lambda: now)
+    for _ in range(steps):
+        part = budget.part_of_a_step(price)
+        if part:
+            budget.spend(price(part))
+            spent += price(part)
+        read.append(part)
+        now += step_s
+    assert spent <= ADVANCE_S + SHARE * steps * step_s + look_s  # the last one may overdraw
+    assert set(read) <= {0, *PARTS} and read[0] in (1, PARTS[-1])
+    if look_s <= SHARE * step_s:
+        assert set(read) == {1}
+    elif look_s / 2 <= SHARE * step_s:
+        assert 0 not in read and {1, PARTS[1]} & set(read)
+
+
+def test_what_is_saved_by_parts_adds_up_to_a_look_at_everything() -> None:
+    now, read = 0.0, []
+    budget = Budget(lambda: now)
+    for _ in range(3000):
+        part = budget.part_of_a_step(lambda part: 2 * SHARE / part)  # all of them cost two steps' worth
+        budget.spend(2 * SHARE / part)
+        read.append(part)
+        now += 1.0
+    later = read[1000:]  # the advance is spent
+    assert set(later) == {1, 8}
+    assert later.count(1) / len(later) == pytest.approx(3 / 7, abs=0.01)  # 2x + (1 - x)/4 = 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300_000), st.sampled_from(PARTS), st.sampled_from([groups_of, slice_of]))
+def test_nothing_is_left_out_for_good(
+    numbers: int, part: int, taken: Callable[[torch.Tensor, int, int], torch.Tensor]
+) -> None:
+    tensor = torch.zeros(numbers)
+    for turn in range(2 * part):
+        read = taken(tensor, part, turn)
+        assert read.numel() <= tensor.numel() // part + 32 or read.numel() == tensor.numel() < 1 << 16
+        read += 1
+    assert tensor.min() >= 1
+
+
+@pytest.mark.parametrize("part", PARTS[1:])
+def test_a_bad_row_of_a_weight_is_seen_in_every_turn(part: int) -> None:
+    gradient = torch.zeros(64, 1024)
+    gradient[17] = math.nan
+    assert all(groups_of(gradient.view(-1), part, turn).sum().isnan() for turn in range(part))
+
+
+def test_what_is_not_in_one_piece_is_read_in_full() -> None:
+    turned = torch.zeros(512, 256).t()
+    assert groups_of(turned, 8, 3) is turned and slice_of(turned, 8, 3) is turned
+
+
+def _step(own: OwnGradients, model: Any, spoilt: float) -> None:
+    """As the dispatcher and the optimizer tell of it."""
+    own.forget()
+    model.zero_grad()
+    own.backward_begins(model.parameters())
+    x = torch.ones(2, 512)
+    x[1] *= spoilt
+    model(x).sum().backward()
+    group: Any = dist.group.WORLD
+    buckets = [p.grad.view(-1) for p in reversed(list(model.parameters()))]
+    own.exchange_in_backward(native.Exchange(buckets, group.boxed(), overlaps=True), [model])
+    own.backward_ended()
+
+
+@pytest.mark.usefixtures("lone_group")
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_where_all_would_be_too_dear_a_part_is_looked_at_in_every_step(exchanged: bool) -> None:
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 300)))
+    own = OwnGradients(every_step=False)
+    own.learn_names(model)
+    numbers = sum(p.numel() for p in model.parameters())
+    for step in range(40):
+        if step == 1:
+            own._budget._left_s = 1e-9  # the advance is spent
+        if exchanged:
+            _step(own, model, math.nan if step == 39 else 1.0)
+        else:
+            own.forget()
+            model.zero_grad()
+            model(torch.ones(2, 512) * (math.nan if step == 39 else 1.0)).sum().backward()
+        own._budget._left_s = max(own._budget._left_s, 1e-9)
+        looked = own.at_the_optimizer(list(model.parameters()))
+        assert looked is not None
+        assert looked.numbers == numbers if step == 0 else looked.numbers < numbers
+        assert looked.bad().startswith("the gradient") == (step == 39)
