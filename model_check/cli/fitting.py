@@ -5,7 +5,6 @@ The plan of the run goes into its directory: should it run out of memory all the
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ import psutil
 
 from model_check.cli.plan import option_record, shape_of
 from model_check.config import Config
+from model_check.config.eight_bit import torchao_is_installed
 from model_check.config.resolve import may_be_hub_id
 from model_check.errors import UsageError
 from model_check.launch import Gpu
@@ -58,7 +58,7 @@ def fit_to_gpus(
             say(f"plan: {describe_need(option)}; tried all the same (--force)")
         return Fitted(config, run_plan(job, option))
     host_bytes = psutil.virtual_memory().total / ranks_per_host
-    eight_bit = importlib.util.find_spec("torchao") is not None
+    eight_bit = torchao_is_installed()
     if config.parallel.strategy == "auto":
         found = advise(job, eight_bit=eight_bit, host_bytes=host_bytes, may_change=_free_keys(config))
         if found is not None and found.changes:

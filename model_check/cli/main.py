@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import difflib
 import gc
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model_check.cli.installation import broken_package
-from model_check.cli.terminal import make_output_safe
+from model_check.cli.terminal import OutputFailed, make_output_safe
 from model_check.errors import ModelCheckError, UsageError
 from model_check.observe.redaction import redact_text
+
+_READER_LEFT = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -129,10 +133,35 @@ def _stand_somewhere() -> None:
         raise UsageError(said, remedy="cd to one that exists") from None
 
 
-def _refuse(error: ModelCheckError) -> NoReturn:
-    sys.stdout.flush()
-    print(f"model-check: error: {redact_text(str(error))}", file=sys.stderr)
-    sys.exit(error.exit_code)
+def _refuse(error: ModelCheckError, code: int = 0) -> NoReturn:
+    with contextlib.suppress(OutputFailed):
+        sys.stdout.flush()
+    try:
+        print(f"model-check: error: {redact_text(str(error))}", file=sys.stderr, flush=True)
+    except OSError:
+        _give_up_stderr()
+    sys.exit(code or error.exit_code)
+
+
+def _give_up_stderr() -> None:
+    """What is left in its buffer has nowhere to go; the interpreter would try once more, and exit with 120."""
+    with contextlib.suppress(OSError):
+        sys.stderr.close()
+
+
+def _answer(given: Sequence[str]) -> int:
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if given else 2
+    if given[0] in ("-V", "--version"):
+        from model_check import __version__
+
+        print(f"model-check {__version__}")
+        return 0
+    if given[0] not in VERBS:
+        raise _unknown(given[0])
+    _stand_somewhere()
+    return call(given[0], given[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -141,27 +170,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     make_output_safe()
     # The interpreter looks through all objects once more as it ends, which with torch takes a third of a second.
     atexit.register(gc.freeze)
-    if not given or given[0] in ("-h", "--help", "help"):
-        print(overview())
-        sys.exit(0 if given else 2)
-    if given[0] in ("-V", "--version"):
-        from model_check import __version__
-
-        print(f"model-check {__version__}")
-        sys.exit(0)
+    code = 0
     try:
-        if given[0] not in VERBS:
-            raise _unknown(given[0])
-        _stand_somewhere()
-        sys.exit(call(given[0], given[1:]))
+        code = _answer(given)
+        sys.stdout.flush()
+        sys.exit(code)
     except ModelCheckError as error:
         _refuse(error)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OutputFailed as error:
+        if error.reader_left:
+            sys.exit(code or _READER_LEFT)
+        said = f"standard output cannot be written: {error}"
+        _refuse(ModelCheckError(said, remedy="free space where it goes, or send it elsewhere"), code)
     except BrokenPipeError:
-        # The reader of our output is gone; what is left in the buffer has nowhere to go.
-        sys.stderr.close()
-        sys.exit(141)
+        _give_up_stderr()
+        sys.exit(_READER_LEFT)
     except Exception as error:
         broken = broken_package(error)
         if broken is None:

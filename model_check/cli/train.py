@@ -19,6 +19,7 @@ from model_check.cli.fitting import Fitted, fit_to_gpus
 from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
 from model_check.cli.rank_start import begin_rank
 from model_check.config import Config, check_world, to_jsonable
+from model_check.config.eight_bit import torchao_is_installed, torchao_missing
 from model_check.config.shard_index import is_weights_folder
 from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
@@ -324,11 +325,8 @@ def _check_what_is_here(config: Config, *, on_gpu: bool) -> None:
     """What needs a package or a chip that this machine lacks: every rank would stop at it."""
     if config.logging.wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError("logging.wandb is true and wandb is not installed", remedy="pip install wandb, or turn it off")
-    if config.training.optimizer_states == "8bit" and importlib.util.find_spec("torchao") is None:
-        raise UsageError(
-            "training.optimizer_states=8bit needs torchao, which is not installed",
-            remedy="pip install torchao, or set training.optimizer_states to bf16",
-        )
+    if config.training.optimizer_states == "8bit" and not torchao_is_installed():
+        raise torchao_missing()
     if config.training.compute_precision == "fp8" and not on_gpu:
         raise UsageError("training.precision=fp8 does not run on CPU ranks", remedy="use bf16")
 

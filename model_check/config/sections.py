@@ -264,7 +264,8 @@ class LaunchSection(Section):
         default=600,
         ge=1,
         description="Seconds that ranks have to save after a request to stop, where checkpoint.interval is set: a "
-        "large model takes minutes to write. A second Ctrl-C ends them at once. Without checkpoints they have 10.",
+        "large model takes minutes to write. A second Ctrl-C ends them at once, and so does a second SIGTERM more than "
+        "1 s after the first. Without checkpoints they have 10.",
     )
     max_restarts: int = Field(default=0, ge=0, le=100, description="Times the job is started again after a failure.")
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from model_check.config.eight_bit import torchao_missing
 from model_check.config.sections import TrainingSection
 from model_check.engine.split_adamw import SplitAdamW
-from model_check.errors import ModelError
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -43,10 +43,7 @@ def _eight_bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
-        raise ModelError(
-            "training.optimizer_states=8bit needs the torchao package, which is not installed",
-            remedy="pip install torchao, or set training.optimizer_states to bf16",
-        ) from error
+        raise torchao_missing() from error
 
     class ScaledAdamW8bit(AdamW8bit):
         """Scales gradients and skips a step by itself, at the price of one wait for the device."""

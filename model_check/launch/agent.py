@@ -122,10 +122,18 @@ class RankAgent(SimpleElasticAgent):
     def _end_on_request(self, ranks: RankGroup) -> None:
         name = signal.Signals(self._stop.number or signal.SIGTERM).name
         self._journal.write("stop_requested", signal=name)
-        again = "; Ctrl-C again ends them now" if self._stop.number == signal.SIGINT else ""
+        again = {"SIGINT": "; Ctrl-C again ends them now", "SIGTERM": "; SIGTERM again ends them now"}.get(name, "")
         self._console.say(f"{name}: the ranks have {self._graces.stop_s:g} s to save and stop{again}")
-        ranks.end(self._graces.stop_s, hurry=lambda: self._stop.urgent, lost_s=self._graces.lost_s)
+        ranks.end(self._graces.stop_s, hurry=self._asked_again, lost_s=self._graces.lost_s)
         raise JobStopped
+
+    def _asked_again(self) -> bool:
+        """Polled while the ranks have their grace, until it is true: that is the moment to say so."""
+        if self._stop.again is None:
+            return False
+        name = signal.Signals(self._stop.again).name
+        self._console.say(f"{name} again: the ranks are ended now, saved or not")
+        return True
 
     def _end_on_failure(self, ranks: RankGroup, worker_group: WorkerGroup) -> RunResult:
         deadline = time.monotonic() + _CULPRIT_PATIENCE_S

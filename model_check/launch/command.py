@@ -25,6 +25,7 @@ from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit
 from model_check.launch.guard import Guard
 from model_check.launch.hooks import EndJob
 from model_check.launch.injection import forget_outer_job
+from model_check.launch.signals import Requests
 from model_check.launch.supervisor import Supervisor
 from model_check.observe.redaction import redact_argv
 from model_check.rundir import RunDir
@@ -79,10 +80,11 @@ class _CommandJob:
         self._watcher = ExitWatcher()
         self._rank_of: dict[int, int] = {}
         self._exits: list[RankExit] = []
-        self._signals: list[int] = []
+        self._stop = Requests()
         self._signalled_at: float | None = None
         self._ending: EndJob | None = None
         self._stop_noted = False
+        self._again_said = False
 
     def run(self) -> CommandResult:
         caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -102,7 +104,7 @@ class _CommandJob:
             exit_code=self._exit_code(),
             exits=tuple(self._exits),
             ending=self._ending,
-            interrupted=bool(self._signals),
+            interrupted=self._stop.number is not None,
         )
 
     def _exit_code(self) -> int:
@@ -111,17 +113,17 @@ class _CommandJob:
             return self._ending.exit_code
         code = self._process.returncode
         code = code if code >= 0 else 128 - code
-        if self._signals and code not in (0, EXIT_STOPPED_AND_SAVED):
-            return 128 + self._signals[0]
+        if self._stop.number is not None and code not in (0, EXIT_STOPPED_AND_SAVED):
+            return 128 + self._stop.number
         return code
 
     def _turn(self) -> None:
         self._find_ranks()
-        if self._signals and not self._stop_noted:
-            self._note_stop()
+        if self._stop.number is not None and not self._stop_noted:
+            self._note_stop(self._stop.number)
         for exit in self._watcher.take():
             self._note_exit(exit)
-        if self._signals or self._ending:
+        if self._stop.number is not None or self._ending:
             self._press_on()
             return
         self._ending = self._supervisor.poll()
@@ -160,17 +162,17 @@ class _CommandJob:
     # Ending.
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append(number)
+        self._stop.note(number)
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
             # Ctrl-C reaches every process of the terminal's foreground group, the command included.
             if not (number == signal.SIGINT and _in_the_foreground()):
                 self._process.send_signal(number)
 
-    def _note_stop(self) -> None:
+    def _note_stop(self, number: int) -> None:
         """Every rank's end is ours from here on, whoever passes the signal on to it."""
         self._stop_noted = True
-        name = signal.Signals(self._signals[0]).name
+        name = signal.Signals(number).name
         for pid, rank in self._rank_of.items():
             self._supervisor.journal.write(
                 "signal_sent",
@@ -182,10 +184,16 @@ class _CommandJob:
             )
 
     def _press_on(self) -> None:
-        """After the grace, or a second signal, everything goes."""
-        grace = _STOP_GRACE_S if self._signals else _HANG_GRACE_S
-        overdue = self._signalled_at is not None and time.monotonic() - self._signalled_at > grace
-        if overdue or len(self._signals) > 1:
+        """After the grace, or where somebody asks again, everything goes."""
+        if self._stop.again is not None:
+            why = f"{signal.Signals(self._stop.again).name} again"
+            if not self._again_said:
+                self._again_said = True
+                self._supervisor.say(f"{why}: the command and its ranks are ended now, saved or not")
+            self._signal_job(signal.SIGKILL, why)
+            return
+        grace = _STOP_GRACE_S if self._stop.number is not None else _HANG_GRACE_S
+        if self._signalled_at is not None and time.monotonic() - self._signalled_at > grace:
             self._signal_job(signal.SIGKILL, "it did not end in time")
 
     def _signal_job(self, number: signal.Signals, why: str) -> None:

@@ -9,6 +9,7 @@ import json
 import queue
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -31,6 +32,15 @@ class ConsoleOptions:
     live: bool | None = None
     log_copies: Path | None = None
     max_steps: int | None = None
+
+
+class _NotShown(Exception):
+    """The screen takes no more. What happens to the copies of the logs is another matter."""
+
+    def __init__(self, why: OSError) -> None:
+        super().__init__(why.strerror or str(why))
+        # A stream may have an error of its own for what the system said.
+        self.reader_left = isinstance(why.__cause__ or why, BrokenPipeError)
 
 
 class _Screen(Protocol):
@@ -143,20 +153,31 @@ class Console:
                 self._show(last=False)
             self._show(last=True)
             self._screen.close()
-        except (BrokenPipeError, ValueError):
-            # The reader is gone (`| head`) or the stream is closed. The job goes on; copies of the logs do too.
+        except (_NotShown, BrokenPipeError, ValueError) as error:
+            # The reader is gone (`| head`), its disk is full, or the stream is closed. The job goes on; copies of the
+            # logs do too.
+            if isinstance(error, _NotShown) and not error.reader_left:
+                said = f"the output cannot be written ({error}); the job goes on without it"
+                with suppress(OSError):
+                    print(f"[model-check] {said}", file=sys.stderr, flush=True)
             while not self._closing.wait(_LOOK_EVERY_S):
                 self._drain(last=False)
             self._drain(last=True)
 
     def _show(self, *, last: bool) -> None:
         for line in self._drain(last=last):
-            self._screen.line(line)
+            self._line(line)
         while not self._own.empty():
-            self._screen.line(self._own.get())
+            self._line(self._own.get())
         if self._metrics is not None:
             for record in self._metrics.read()[-1:]:
                 self._show_progress(record)
+
+    def _line(self, text: str) -> None:
+        try:
+            self._screen.line(text)
+        except OSError as error:
+            raise _NotShown(error) from error
 
     def _drain(self, *, last: bool) -> list[str]:
         lines: list[str] = []

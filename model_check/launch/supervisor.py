@@ -113,7 +113,7 @@ class Supervisor:
     ) -> None:
         self._run_dir = run_dir
         self._examine = examine
-        self._say = say
+        self.say = say
         self.announcements = Announcements(show)
         self._limits = limits or Limits()
         self.journal = Journal(run_dir)
@@ -187,7 +187,7 @@ class Supervisor:
     def _say_trouble(self, error: OSError, what_then: str) -> None:
         if not self._in_trouble:
             self._in_trouble = True
-            self._say(f"the run directory cannot be used ({error}); {what_then}")
+            self.say(f"the run directory cannot be used ({error}); {what_then}")
 
     def _turn(self) -> EndJob | None:
         now = time.monotonic()
@@ -297,7 +297,7 @@ class Supervisor:
             stall.line_due = now + self._limits.say_every_s
             start = waiting.start_line(self._run_dir, self._pids(), now)
             for line in filter(None, (waiting.waiting_line(self._standings(), now), start)):
-                self._say(line)
+                self.say(line)
 
     def _suspicious(self, quiet: list[_Rank], now: float) -> bool:
         """Before the first step long silence is normal (imports, compilation), unless peers already wait."""
@@ -323,7 +323,7 @@ class Supervisor:
         self.journal.write("stall_withdrawn", after_s=now - stall.since)
         self._first_named_after.clear()
         if self.announcements.withdraw(now - stall.since):
-            self._say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
+            self.say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
         self._examine_now(now)
 
     def _standings(self) -> list[waiting.Standing]:

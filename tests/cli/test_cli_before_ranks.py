@@ -34,7 +34,8 @@ def test_a_password_in_a_url_stays_out_of_the_run_directory(shell: Shell) -> Non
         ("training.precision=fp8", "training.precision=fp8 does not run on CPU ranks; use bf16"),
         pytest.param(
             "training.optimizer_states=8bit",
-            "training.optimizer_states=8bit needs torchao, which is not installed",
+            "training.optimizer_states=8bit needs torchao, which is not installed; "
+            "pip install torchao, or set training.optimizer_states to bf16",
             marks=pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed"),
         ),
     ],

@@ -13,7 +13,7 @@ from torch import nn
 from model_check import SimpleModel, load_config
 from model_check.config.sections import TrainingSection
 from model_check.engine.optimizer import build_optimizer
-from model_check.errors import ModelError
+from model_check.errors import UsageError
 from tests.conftest import Shell
 
 needs_torchao = pytest.mark.skipif(
@@ -42,10 +42,10 @@ def gradients(net: nn.Module, step: int) -> None:
 
 def test_without_torchao_the_sentence_names_it_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(UsageError) as error:
         build_optimizer(SimpleModel(8, 1), training("8bit"))
     assert str(error.value) == (
-        "training.optimizer_states=8bit needs the torchao package, which is not installed; "
+        "training.optimizer_states=8bit needs torchao, which is not installed; "
         "pip install torchao, or set training.optimizer_states to bf16"
     )
 

@@ -19,6 +19,7 @@ from model_check.launch import processes
 from model_check.launch.command import run_command
 from model_check.launch.foreign import ForeignScript
 from model_check.launch.guard import RUN_DIR_VARIABLE
+from model_check.launch.signals import REPEATED_WITHIN_S
 from model_check.launch.supervisor import Supervisor
 from model_check.rundir import RunDir, Verdict, read_jsonl
 
@@ -267,6 +268,31 @@ def test_a_command_that_makes_one_of_our_signal_is_still_terminated(
     told = [(record["rank"], record["signal"]) for record in job.events("signal_sent")]
     assert {(0, "SIGTERM"), (1, "SIGTERM")} <= set(told)
     _until(lambda: not job.marked())
+
+
+@pytest.mark.parametrize(
+    ("number", "after_s", "code"), [(2, 0.0, 130), (15, REPEATED_WITHIN_S, 143)], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_command_that_takes_its_time_is_ended_when_asked_again(
+    tmp_path: Path, launch: Callable[..., Launched], number: int, after_s: float, code: int
+) -> None:
+    ignores = f"import signal\nsignal.signal({number}, signal.SIG_IGN)\n"
+    job = launch("command", sys.executable, _write(tmp_path / "spawner.py", ignores + _SPAWNER))
+    _until(lambda: len(job.events("rank_started")) == 2, 20.0)
+    os.kill(job.process.pid, number)
+    _until(lambda: job.events("signal_sent"))
+    asked_at = time.monotonic()
+    _until(lambda: time.monotonic() > asked_at + after_s)
+    os.kill(job.process.pid, number)
+    assert job.process.wait(timeout=20) == code
+    assert job.process.stdout is not None
+    name = signal.Signals(number).name
+    assert job.process.stdout.read().splitlines()[:-1] == [
+        f"{name} again: the command and its ranks are ended now, saved or not"
+    ]
+    # A rank that takes a moment to die is told once more when the command is gone.
+    whys = {e["why"] for e in job.events("signal_sent")} - {"its launcher is gone"}
+    assert whys == {"passed on to the command", f"{name} again"}
 
 
 def test_ranks_that_their_launcher_left_behind_are_ended(tmp_path: Path, launch: Callable[..., Launched]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import psutil
 import pytest
 from launch_jobs import StartJob, is_gone, wait_until
 
+from model_check.launch.signals import REPEATED_WITHIN_S
 from model_check.rundir import read_jsonl
 
 
@@ -127,6 +129,25 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(start_job: StartJob) -> Non
     job.send(signal.SIGINT)
     assert job.wait() == 130
     assert {e["signal"] for e in job.events if e["event"] == "rank_exited"} == {signal.SIGKILL}
+    assert "[model-check] SIGINT again: the ranks are ended now, saved or not" in job.lines
+
+
+def test_a_second_sigterm_does_not_wait_for_the_grace(start_job: StartJob) -> None:
+    job = start_job("ignores_sigterm", graces={"stop_s": 600.0})
+    job.wait_for("ready-0", "ready-1")
+    job.send(signal.SIGTERM)
+    wait_until(lambda: any(e["event"] == "signal_sent" for e in job.events))
+    asked_at = time.monotonic()
+    wait_until(lambda: time.monotonic() > asked_at + REPEATED_WITHIN_S)
+    job.send(signal.SIGTERM)
+    assert job.wait() == 143
+    assert {e["signal"] for e in job.events if e["event"] == "rank_exited"} == {signal.SIGKILL}
+    said = [line for line in job.lines if "SIGTERM" in line]
+    assert said == [
+        "[model-check] SIGTERM: the ranks have 600 s to save and stop; SIGTERM again ends them now",
+        "[model-check] SIGTERM again: the ranks are ended now, saved or not",
+        "[model-check] stopped by SIGTERM without a save",
+    ]
 
 
 @pytest.mark.parametrize("victim", ["launcher", "nursery", "rank"])

@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,15 @@ def test_an_endless_line_is_cut_and_counted(tmp_path: Path) -> None:
     assert following == "next"
 
 
+def _all_of(terminal: int) -> str:
+    """What was written to a terminal that is closed by now. It comes in pieces, then as an error."""
+    shown = b""
+    with suppress(OSError):
+        while piece := os.read(terminal, 65536):
+            shown += piece
+    return shown.decode()
+
+
 def test_a_terminal_gets_the_lines_and_a_bar(tmp_path: Path) -> None:
     log, metrics = tmp_path / "log", tmp_path / "metrics.jsonl"
     log.write_text("hello [bold]world[/bold]\n")
@@ -127,7 +137,7 @@ def test_a_terminal_gets_the_lines_and_a_bar(tmp_path: Path) -> None:
         console.follow("GPU0", log)
         console.say("done")
         console.close()
-        shown = os.read(ours, 65536).decode()
+    shown = _all_of(ours)
     os.close(ours)
     assert "[GPU0] hello [bold]world[/bold]\r\n" in shown
     assert "[model-check] done\r\n" in shown
@@ -148,6 +158,25 @@ def test_a_reader_that_went_away_does_not_stop_the_copies(tmp_path: Path) -> Non
     assert (tmp_path / "copies" / "log").read_text() == "first\nsecond\n"
     with pytest.raises(BrokenPipeError):
         stream.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_said_once_and_does_not_stop_the_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("first\n")
+    stream = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 closing it fails
+    console = Console(tmp_path / "metrics.jsonl", ConsoleOptions(stream=stream, log_copies=tmp_path / "copies"))
+    console.follow("CPU0", log)
+    with log.open("a") as file:
+        file.write("second\n")
+    console.close()
+    assert (tmp_path / "copies" / "log").read_text() == "first\nsecond\n"
+    with pytest.raises(OSError, match="No space left on device"):
+        stream.close()
+    said = "[model-check] the output cannot be written (No space left on device); the job goes on without it\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_stream_that_knows_ascii_only_gets_escapes(tmp_path: Path) -> None:

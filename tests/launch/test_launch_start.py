@@ -6,15 +6,17 @@ import os
 import signal
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from launch_jobs import wait_until
 
 from model_check.errors import LaunchError, UsageError
 from model_check.launch import Gpu, launch_job
 from model_check.launch.logfiles import LogDir
 from model_check.launch.programs import ColdFunction
-from model_check.launch.signals import StopBeforeStart, StopRequest
+from model_check.launch.signals import REPEATED_WITHIN_S, Requests, StopBeforeStart, StopRequest
 from model_check.launch.warmstart import preload, why_not_warm
 from model_check.rundir import RunDir
 
@@ -63,12 +65,31 @@ def test_a_stop_before_the_ranks_raises_and_one_after_is_noted() -> None:
         stop.arm()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (stop.number, stop.urgent) == (signal.SIGTERM, False)
+        assert (stop.number, stop.again) == (signal.SIGTERM, None)
         os.kill(os.getpid(), signal.SIGINT)
-        assert (stop.number, stop.urgent) == (signal.SIGTERM, True)
+        assert (stop.number, stop.again) == (signal.SIGTERM, signal.SIGINT)
         with pytest.raises(StopBeforeStart):
             stop.disarm()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_sigterm_repeated_later_ends_the_wait_for_a_save_and_nothing_less_does() -> None:
+    warned = Requests()
+    warned.note(signal.SIGUSR1)
+    with StopRequest() as stop:
+        stop.arm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        asked_at = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.again is None, "a scheduler repeats itself"
+        wait_until(lambda: time.monotonic() > asked_at + REPEATED_WITHIN_S)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.again is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.number, stop.again) == (signal.SIGTERM, signal.SIGTERM)
+    warned.note(signal.SIGTERM)
+    assert (warned.number, warned.again) == (signal.SIGUSR1, None), "the first that asks, long after the warning"
 
 
 def test_an_entry_that_a_new_interpreter_cannot_find_is_refused() -> None:

@@ -19,7 +19,7 @@ FORWARDS_PER_STEP = 64
 class Now:
     """What is open at the moment. With slots: assigning to a class would throw away the interpreter's caches."""
 
-    __slots__ = ("backward", "data", "forward", "forwards_left", "optimizer", "steps")
+    __slots__ = ("backward", "data", "forward", "forwards_left", "optimizer", "optimizer_calls_another", "steps")
 
     def __init__(self, backward: int = 0) -> None:
         self.data = 0
@@ -27,6 +27,7 @@ class Now:
         self.backward = backward
         self.forwards_left = FORWARDS_PER_STEP
         self.optimizer: tuple[Recorder, int] | None = None
+        self.optimizer_calls_another = False  # its step has called that of its base class, or of another optimizer
         self.steps: Any = None  # who watches the numbers of its steps, once somebody does
 
 

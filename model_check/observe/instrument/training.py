@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -210,12 +211,18 @@ def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]
     if torch.compiler.is_compiling():
         return None
     this = open_here()
+    looked_at = False
     try:
-        _optimizer_begins(optimizer, this)
+        caller = _step_around(sys._getframe(1)) if this.optimizer is not None else None
+        if caller is None:
+            _optimizer_begins(optimizer, this)
+        else:
+            this.optimizer_calls_another = True
+            looked_at = _parameters(optimizer) <= _parameters(caller.f_locals["self"])
     except Exception as error:
         BOX.give_up(error)
     steps = _numbers(this)
-    if steps is None:
+    if steps is None or looked_at:
         return None
     if "closure" in kwargs and kwargs["closure"] is not None:
         return args, {**kwargs, "closure": _checked_after(kwargs["closure"], optimizer, steps)}
@@ -223,6 +230,21 @@ def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]
         return (args[0], _checked_after(args[1], optimizer, steps), *args[2:]), kwargs
     steps.optimizer_begins(optimizer)
     return None
+
+
+def _step_around(step: FrameType) -> FrameType | None:
+    """The optimizer's step that called this one. Both are frames of the wrapper with which torch calls the hooks.
+
+    torch wraps the step of each class: one that calls `super().step()`, or an optimizer of its own, comes twice.
+    """
+    above = step.f_back
+    while above is not None and above.f_code is not step.f_code:
+        above = above.f_back
+    return above
+
+
+def _parameters(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _checked_after(closure: Original, optimizer: Any, steps: Any) -> Original:
@@ -246,10 +268,13 @@ def _optimizer_begins(optimizer: Any, this: Now) -> None:
         # The last one raised: torch calls no hook then.
         BOX.end(this.optimizer[0], _OPTIMIZER, this.optimizer[1], "raised")
     this.optimizer = recorder, BOX.begin(recorder, _OPTIMIZER, type(optimizer).__name__)
+    this.optimizer_calls_another = False
 
 
 def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or (this := open_here()).optimizer is None:
+        return
+    if this.optimizer_calls_another and _step_around(sys._getframe(1)) is not None:
         return
     recorder, span = this.optimizer
     this.optimizer = None
