@@ -89,7 +89,7 @@ class Switch:
         self._wrapped = [(owner, name, getattr(owner, name)) for owner, name in wrapped]
         tables = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
         self._hooks = [(hooks, key, hook) for hooks in tables for key, hook in hooks.items()]
-        self.budget = of_this_thread().guard._own._budget
+        self.budget = of_this_thread().guard._own._account.budget
 
     def to(self, level: str) -> None:
         on = level != "without"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.observe.instrument import native
-from model_check.observe.instrument.budget import ADVANCE_S, PARTS, SHARE, Budget, groups_of, slice_of
+from model_check.observe.instrument.budget import ADVANCE_S, PARTS, SHARE, Budget, Part
 from model_check.observe.instrument.exchanges import OwnGradients
 
 
@@ -57,28 +57,46 @@ def test_what_is_saved_by_parts_adds_up_to_a_look_at_everything() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 300_000), st.sampled_from(PARTS), st.sampled_from([groups_of, slice_of]))
+@given(st.integers(1, 300_000), st.sampled_from(PARTS), st.sampled_from([Part.groups, Part.slice]))
 def test_nothing_is_left_out_for_good(
-    numbers: int, part: int, taken: Callable[[torch.Tensor, int, int], torch.Tensor]
+    numbers: int, of: int, taken: Callable[[Part, torch.Tensor], torch.Tensor]
 ) -> None:
     tensor = torch.zeros(numbers)
-    for turn in range(2 * part):
-        read = taken(tensor, part, turn)
-        assert read.numel() <= tensor.numel() // part + 32 or read.numel() == tensor.numel() < 1 << 16
+    for turn in range(8 * of):
+        read = taken(Part(of, turn), tensor)
+        assert read.numel() <= tensor.numel() // of + 32 or read.numel() == tensor.numel() < 1 << 16
         read += 1
     assert tensor.min() >= 1
 
 
-@pytest.mark.parametrize("part", PARTS[1:])
-def test_a_bad_row_of_a_weight_is_seen_in_every_turn(part: int) -> None:
+@given(st.integers(0, 60), st.sampled_from(PARTS))
+def test_every_bucket_has_its_turn_and_the_last_ones_always(buckets: int, of: int) -> None:
+    """With another group of its numbers each time."""
+    seen = torch.zeros(buckets, of)
+    for turn in range(4 * of):
+        part = Part(of, turn, buckets)
+        looked_at = [bucket for bucket in range(1, buckets + 1) if part.includes(bucket)]
+        assert set(range(max(1, buckets - 1), buckets + 1)) <= set(looked_at)
+        assert len(looked_at) <= max(8, buckets / 4 + 3) or of == 1
+        numbers = torch.zeros(1 << 16)
+        part.groups(numbers).fill_(1.0)
+        groups = numbers.view(-1, of, 32).amax(dim=(0, 2))
+        for bucket in looked_at:
+            seen[bucket - 1] += groups
+    assert (seen > 0).all()
+    assert not Part(0, 3, buckets).includes(buckets)
+
+
+@pytest.mark.parametrize("of", PARTS[1:])
+def test_a_bad_row_of_a_weight_is_seen_in_every_turn(of: int) -> None:
     gradient = torch.zeros(64, 1024)
     gradient[17] = math.nan
-    assert all(groups_of(gradient.view(-1), part, turn).sum().isnan() for turn in range(part))
+    assert all(Part(of, turn).groups(gradient.view(-1)).sum().isnan() for turn in range(4 * of))
 
 
 def test_what_is_not_in_one_piece_is_read_in_full() -> None:
-    turned = torch.zeros(512, 256).t()
-    assert groups_of(turned, 8, 3) is turned and slice_of(turned, 8, 3) is turned
+    turned, part = torch.zeros(512, 256).t(), Part(8, 3)
+    assert part.groups(turned) is turned and part.slice(turned) is turned
 
 
 def _step(own: OwnGradients, model: Any, spoilt: float) -> None:
@@ -104,14 +122,14 @@ def test_where_all_would_be_too_dear_a_part_is_looked_at_in_every_step(exchanged
     numbers = sum(p.numel() for p in model.parameters())
     for step in range(40):
         if step == 1:
-            own._budget._left_s = 1e-9  # the advance is spent
+            own._account.budget._left_s = 1e-9  # the advance is spent
         if exchanged:
             _step(own, model, math.nan if step == 39 else 1.0)
         else:
             own.forget()
             model.zero_grad()
             model(torch.ones(2, 512) * (math.nan if step == 39 else 1.0)).sum().backward()
-        own._budget._left_s = max(own._budget._left_s, 1e-9)
+        own._account.budget._left_s = max(own._account.budget._left_s, 1e-9)
         looked = own.at_the_optimizer(list(model.parameters()))
         assert looked is not None
         assert looked.numbers == numbers if step == 0 else looked.numbers < numbers

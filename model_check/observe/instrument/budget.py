@@ -1,30 +1,34 @@
-"""How much of a step's gradients is looked at: all of them, or a part of each, in turns, so that it stays cheap.
+"""How much of a step's gradients is looked at: all of them, or parts of them in turns, so that it stays cheap.
 
-Reading gradients costs what memory bandwidth it takes, whatever the script computes. So there is a budget: three
-thousandths of the run's time, and a little in advance so that the first steps are looked at in full. Of gradients that
-cannot all be read for that, every 8th, 16th or 32nd group of numbers is, in the next step other ones. A bad number
-seldom stays alone: on its way back from the loss it fills rows of a weight, and all there is of the layers before, and
-each row has many groups. What is saved in such steps adds up to a look at everything now and then.
+Reading gradients costs what memory bandwidth it takes, whatever the script computes. So there is a budget: a quarter of
+a percent of the run's time, and a little in advance so that the first steps are looked at in full. Where all gradients
+cannot be read for that, every 8th, 16th or 32nd group of numbers is, of some of the buckets, other ones in the next
+step. A bad number seldom stays alone: on its way back from the loss it fills rows of a weight, each of which has many
+groups, and all there is of the layers before. So the last buckets are looked at in every step. What is saved by that
+adds up to a look at everything now and then.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
 from model_check.observe.numerics.finite import LocalCheck
 
-SHARE = 0.003
+SHARE = 0.0025
 ADVANCE_S = 0.25
 PARTS = (1, 8, 16, 32)
 _GROUP = 32  # numbers
 _SMALL = 1 << 16  # numbers that are read in full: biases, norms
 _ASSUMED_SPEED = {"cuda": 1e12, "cpu": 5e9}  # bytes a second, until it has been measured
-_LAUNCH_S = 8e-6  # of the two smallest kernels
+_LAUNCH_S = 8e-6  # of the two smallest kernels, which other streams feel too
+_FEW_BUCKETS, _TURNS, _LAST = 8, 4, 2
 _WORTH_TIMING = 1 << 24  # bytes
 _TIMINGS = 4
 
@@ -56,16 +60,120 @@ class Budget:
         self._left_s -= seconds
 
 
+@dataclass(frozen=True)
+class Part:
+    """What is read of one step's gradients."""
+
+    of: int  # 1: all there are, k: every k-th group of their numbers, 0: nothing
+    turn: int = 0
+    buckets: int = 0  # that there usually are
+
+    def includes(self, bucket: int) -> bool:
+        """By its number, from 1. Whatever spreads has reached the last ones."""
+        if self.of <= 1 or self.buckets <= _FEW_BUCKETS:
+            return self.of > 0
+        return bucket > self.buckets - _LAST or bucket % _TURNS == self.turn % _TURNS
+
+    def groups(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every k-th group of its numbers: after k times all have been read."""
+        if self._all_of(tensor):
+            return tensor
+        groups, time_round = tensor.numel() // (_GROUP * self.of), self.turn // _TURNS
+        whole = groups * _GROUP * self.of
+        start = (tensor.numel() - whole) * (time_round // self.of % 2)  # what is left over is read in the next round
+        return tensor.view(-1)[start : start + whole].view(groups, self.of, _GROUP)[:, time_round % self.of]
+
+    def slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A k-th of its numbers in one piece, as torch reads many tensors at once; after k times all have been read."""
+        if self._all_of(tensor):
+            return tensor
+        length = -(-tensor.numel() // (_GROUP * self.of)) * _GROUP
+        start = min(self.turn % self.of * length, tensor.numel() - _GROUP)
+        return tensor.view(-1)[start : start + length]
+
+    def _all_of(self, tensor: torch.Tensor) -> bool:
+        return self.of == 1 or tensor.numel() < _SMALL or not tensor.is_contiguous()
+
+
+ALL = Part(1)
+
+
+@dataclass
+class Amount:
+    """The gradients of one step, whether or not they were read."""
+
+    nbytes: Counter[str] = field(default_factory=Counter)  # by kind of device
+    buckets: int = 0
+
+    def add(self, bucket: torch.Tensor) -> None:
+        self.nbytes[bucket.device.type] += bucket.nbytes
+        self.buckets += 1
+
+
+class Account:
+    """Decides step by step what is read, and what that costs."""
+
+    def __init__(self) -> None:
+        self.budget = Budget()
+        self._prices = Prices()
+        self._usual = Amount()
+        self._turn = 0
+
+    def part_of_a_step(self) -> Part:
+        return Part(self.budget.part_of_a_step(self._price), self._turn, self._usual.buckets)
+
+    def _price(self, part: int) -> float:
+        share, buckets = 1.0, self._usual.buckets
+        if part > 1 and buckets > _FEW_BUCKETS:
+            share = 1 / _TURNS + _LAST / buckets
+        launches = buckets * _LAUNCH_S if self._usual.nbytes["cuda"] else 0.0
+        read = sum(self._prices.seconds(device, nbytes, part) for device, nbytes in self._usual.nbytes.items())
+        return share * (read + launches)
+
+    def step_ended(self, amount: Amount) -> None:
+        if amount.buckets:
+            self._usual = amount
+            self._turn += 1
+
+    def look(self, check: LocalCheck, tensor: torch.Tensor, part: Part, *, overlaps: bool) -> torch.cuda.Stream | None:
+        """Looks at what a GPU holds, and returns the stream behind which it may be written to."""
+        self.budget.spend(self._prices.seconds("cuda", tensor.nbytes, part.of) + _LAUNCH_S)
+        if self._prices.still_wanted(tensor.nbytes, part.of):
+            with self._prices.timed(tensor, part.of):
+                check.look(part.groups(tensor))
+            return None
+        if overlaps:
+            return check.look_beside(part.groups(tensor))
+        check.look(part.groups(tensor))
+        return None
+
+    def look_here(self, tensor: torch.Tensor, part: Part) -> float:
+        """The sum over what the CPU holds, which is waited for."""
+        began = time.perf_counter()
+        total = torch.sum(part.groups(tensor), dtype=torch.float32).item()
+        self.looked_here(tensor.nbytes, part, began)
+        return total
+
+    def looked_here(self, nbytes: int, part: Part, began: float) -> None:
+        seconds = time.perf_counter() - began
+        self._prices.learn("cpu", nbytes, part.of, seconds)
+        self.budget.spend(seconds)
+
+    def looked_in_slices(self, nbytes: int, part: Part) -> None:
+        """On a GPU, by few kernels for many tensors."""
+        self.budget.spend(self._prices.seconds("cuda", nbytes // part.of, 1) + _LAUNCH_S)
+
+
 class Prices:
-    """What looking costs here: on a GPU as the first few large pieces did, on the CPU as the last few steps did."""
+    """What looking costs here: on a GPU as the first few large pieces did, on the CPU as the last few did."""
 
     def __init__(self) -> None:
         self._rates: dict[tuple[str, int], deque[float]] = {}  # seconds for a byte of the whole
-        self._timed: dict[int, int] = {}
+        self._timed: Counter[int] = Counter()
         self._under_way: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def seconds(self, device: str, nbytes: int, part: int) -> float:
-        """Of looking at a part of so many bytes."""
+        """Of reading a part of so many bytes, launches left aside."""
         while self._under_way and self._under_way[0][3].query():
             measured, of_part, begin, end = self._under_way.popleft()
             took = begin.elapsed_time(end) / 1e3
@@ -77,41 +185,16 @@ class Prices:
     def learn(self, device: str, nbytes: int, part: int, seconds: float) -> None:
         self._rates.setdefault((device, part), deque(maxlen=_TIMINGS)).append(seconds / max(1, nbytes))
 
-    def look(
-        self, check: LocalCheck, tensor: torch.Tensor, part: int, turn: int, *, overlaps: bool
-    ) -> tuple[float, torch.cuda.Stream | None]:
-        """Looks at a part of a tensor on a GPU. Says how many seconds that costs, and behind which stream it is."""
-        seconds, read = self.seconds("cuda", tensor.nbytes, part), groups_of(tensor, part, turn)
-        timed = self._timed.get(part, 0)
-        if timed < _TIMINGS and tensor.nbytes >= _WORTH_TIMING:
-            self._timed[part] = timed + 1
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            stream = torch.cuda.current_stream(tensor.device)
-            begin.record(stream)
-            check.look(read)
-            end.record(stream)
-            self._under_way.append((tensor.nbytes, part, begin, end))
-            return seconds + _LAUNCH_S, None
-        if overlaps:
-            return seconds, check.look_beside(read)  # the launch is hidden behind what else the GPU does
-        check.look(read)
-        return seconds + _LAUNCH_S, None
+    def still_wanted(self, nbytes: int, part: int) -> bool:
+        return self._timed[part] < _TIMINGS and nbytes >= _WORTH_TIMING
 
-
-def groups_of(tensor: torch.Tensor, part: int, turn: int) -> torch.Tensor:
-    """Every k-th group of its numbers, others from turn to turn: after k turns all have been read."""
-    groups = tensor.numel() // (_GROUP * part)
-    if part == 1 or tensor.numel() < _SMALL or not tensor.is_contiguous():
-        return tensor
-    whole = groups * _GROUP * part
-    start = (tensor.numel() - whole) * (turn // part % 2)  # what is left over at the end is read in the next round
-    return tensor.view(-1)[start : start + whole].view(groups, part, _GROUP)[:, turn % part]
-
-
-def slice_of(tensor: torch.Tensor, part: int, turn: int) -> torch.Tensor:
-    """A k-th of its numbers in one piece, as torch reads many tensors at once; after k turns all have been read."""
-    if part == 1 or tensor.numel() < _SMALL or not tensor.is_contiguous():
-        return tensor
-    length = -(-tensor.numel() // (_GROUP * part)) * _GROUP
-    start = min(turn % part * length, tensor.numel() - _GROUP)
-    return tensor.view(-1)[start : start + length]
+    @contextmanager
+    def timed(self, tensor: torch.Tensor, part: int) -> Iterator[None]:
+        """What is queued inside is timed by the device itself."""
+        self._timed[part] += 1
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(tensor.device)
+        begin.record(stream)
+        yield
+        end.record(stream)
+        self._under_way.append((tensor.nbytes, part, begin, end))

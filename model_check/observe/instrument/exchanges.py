@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from model_check.observe.instrument.blame import Brought
-from model_check.observe.instrument.budget import Budget, Prices, groups_of, slice_of
+from model_check.observe.instrument.budget import ALL, Account, Amount, Part
 from model_check.observe.instrument.comm_hooks import bucket_of_hook
 from model_check.observe.instrument.native import Exchange
 from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of
@@ -107,9 +106,7 @@ class _Pieces:
 
     looked_at: dict[torch.device, list[Piece]] = field(default_factory=dict)
     numbers: int = 0  # of gradients, that were read
-    nbytes: Counter[str] = field(default_factory=Counter)  # by kind of device, of which all or a part was read
-    cpu_seconds: float = 0.0
-    buckets: int = 0
+    amount: Amount = field(default_factory=Amount)
     exchanges: int = 0  # whether or not they were looked at
     mixed_at: int = 0  # the first of them whose result went on through a pass; 0: none
     seen: set[int] = field(default_factory=set)  # parameters whose gradients have been
@@ -121,10 +118,7 @@ class OwnGradients:
 
     def __init__(self, *, every_step: bool) -> None:
         self._every_step = every_step
-        self._budget = Budget()
-        self._prices = Prices()
-        self._usual_bytes: Counter[str] = Counter()  # of a step's gradients
-        self._turn = 0
+        self._account = Account()
         self._checks: dict[torch.device, LocalCheck] = {}
         self._names: dict[int, str] = {}
         self._buckets: dict[tuple[int, int], str] = {}
@@ -132,18 +126,14 @@ class OwnGradients:
         self._shapes: set[tuple[int, ...]] = set()
         self._usual: set[int] = set()  # exchanges of a pass that bring NaN in good health too, a metric of nothing
         self._in_shards: set[int] = set()  # parameters that show only this rank's part of them
-        self._decided: int | None = None
+        self._decided: Part | None = None
         self._pieces = _Pieces()
         self.forget()
 
     def forget(self) -> None:
         """A new step begins."""
-        pieces, part = self._pieces, self._decided
-        if pieces.nbytes and part:
-            self._usual_bytes = pieces.nbytes
-            self._turn += 1
-            self._prices.learn("cpu", pieces.nbytes["cpu"], part, pieces.cpu_seconds)
-        self._steps_looked += bool(pieces.numbers)
+        self._account.step_ended(self._pieces.amount)
+        self._steps_looked += bool(self._pieces.numbers)
         self._decided = None
         self._pieces = _Pieces()
         self._looked: Looked | None = None
@@ -152,14 +142,11 @@ class OwnGradients:
         self._exchanged = False
 
     @property
-    def _part(self) -> int:
-        """All gradients are read (1), every k-th group (k), or nothing (0). Decided once a step, for all of it."""
+    def _part(self) -> Part:
+        """What is read of this step's gradients; decided once."""
         if self._decided is None:
-            self._decided = 1 if self._every_step else self._budget.part_of_a_step(self._price)
+            self._decided = ALL if self._every_step else self._account.part_of_a_step()
         return self._decided
-
-    def _price(self, part: int) -> float:
-        return sum(self._prices.seconds(device, nbytes, part) for device, nbytes in self._usual_bytes.items())
 
     def learn_names(self, module: Any) -> None:
         """What its parameters are called and look like; the first time that a module is seen."""
@@ -209,10 +196,12 @@ class OwnGradients:
             unit, gradients = self._several(bucket.parameters()), [bucket.buffer()]
         self._exchanged = self._exchanged or bool(gradients) or not given
         for tensor in self._readable(gradients):
-            pieces.buckets += 1
-            name = unit or self._bucket_name(pieces.buckets - 1, tensor, modules)
+            pieces.amount.add(tensor)
+            number = pieces.amount.buckets
+            name = unit or self._bucket_name(number - 1, tensor, modules)
             piece = Piece(name, pieces.exchanges, _name_of(exchange.group))
-            behind = self._look(tensor, piece, modules, overlaps=exchange.overlaps) or behind
+            if self._part.includes(number):
+                behind = self._look(tensor, piece, modules, overlaps=exchange.overlaps) or behind
         if not gradients:
             self._look_at_activations(exchange)
         return behind
@@ -228,7 +217,7 @@ class OwnGradients:
     def _readable(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Nothing while somebody records every operation of torch's: ours would be among them."""
         plain = [t for tensor in given if (t := local(tensor)) is not None and checkable(t) and t.numel()]
-        if not plain or not self._part or capturing(plain[0]) or torch._C._len_torch_dispatch_stack():
+        if not plain or not self._part.of or capturing(plain[0]) or torch._C._len_torch_dispatch_stack():
             return []
         return plain
 
@@ -236,35 +225,25 @@ class OwnGradients:
         self, tensor: torch.Tensor, piece: Piece, modules: Iterable[Any], *, overlaps: bool
     ) -> torch.cuda.Stream | None:
         """Behind the stream that is returned the tensor may be written to."""
-        pieces, part = self._pieces, self._part
+        # Who was first is told by the first bad exchange of each rank: a rank that overlooks one would blame a peer.
+        pieces, part = self._pieces, ALL if piece.spreads else self._part
         looked_at = pieces.looked_at.setdefault(tensor.device, [])
         looked_at.append(piece)
-        pieces.nbytes[tensor.device.type] += tensor.nbytes
-        pieces.numbers += 0 if piece.spreads else tensor.numel() // part
+        pieces.numbers += 0 if piece.spreads else tensor.numel() // part.of
         with torch.no_grad():
             if tensor.is_cpu:
-                began = time.perf_counter()
-                total = torch.sum(groups_of(tensor, part, self._turn), dtype=torch.float32).item()
+                total = self._account.look_here(tensor, part)
                 if piece.spreads:
                     pieces.bad_now += [piece] * math.isnan(total)  # infinity is what masks and maxima are made of
                 elif not math.isfinite(total) and not is_finite(tensor):
                     pieces.bad_now.append(replace(piece, name=self._named_now(tensor, modules) or piece.name))
-                self._spend_here(began)
                 return None
             check = self._checks.get(tensor.device)
             if check is None:
                 check = self._checks[tensor.device] = LocalCheck(tensor.device)
             if len(looked_at) == 1:  # not when a step is forgotten: a forked child does that too, and has no device
                 check.begin()
-            spent, behind = self._prices.look(check, tensor, part, self._turn, overlaps=overlaps)
-            self._budget.spend(spent)
-            return behind
-
-    def _spend_here(self, began: float) -> None:
-        """What was read on the CPU was waited for."""
-        seconds = time.perf_counter() - began
-        self._pieces.cpu_seconds += seconds
-        self._budget.spend(seconds)
+            return self._account.look(check, tensor, part, overlaps=overlaps)
 
     def _bucket_name(self, number: int, bucket: torch.Tensor, modules: Iterable[Any]) -> str:
         """Which parameters' gradients it holds: those that have one since the last, if their sizes add up to it.
@@ -325,7 +304,7 @@ class OwnGradients:
 
     def exchange_after_backward(self, parameters: Callable[[], Sequence[Any]]) -> None:
         """The script's own exchange begins: what it has computed is still its own."""
-        if self._computed and self._looked is None and self._part:
+        if self._computed and self._looked is None and self._part.of:
             self._looked = self._look_at(parameters(), before_exchange=not self._exchanged)
         self._exchanged = self._exchanged or self._computed
 
@@ -346,32 +325,32 @@ class OwnGradients:
 
     def at_the_optimizer(self, parameters: Sequence[Any]) -> Looked | None:
         """What is known of this step's gradients; None where the budget did not cover them."""
-        if self._looked is None and self._part:
+        if self._looked is None and self._part.of:
             return self._look_at(parameters, before_exchange=not self._exchanged)
         return self._looked
 
     def _look_at(self, parameters: Sequence[Any], *, before_exchange: bool) -> Looked | None:
         began, part = time.perf_counter(), self._part
         by_device: dict[torch.device, tuple[list[Piece], list[torch.Tensor]]] = {}
-        nbytes: Counter[str] = Counter()
+        amount = Amount(buckets=1)
         for parameter in reversed(parameters):
             gradient = gradient_of(parameter)
             if gradient is not None and gradient.numel() and checkable(gradient):
                 pieces, gradients = by_device.setdefault(gradient.device, ([], []))
                 pieces.append(Piece(self._name(parameter)))
-                gradients.append(slice_of(gradient.detach(), part, self._turn))
-                nbytes[gradient.device.type] += gradient.nbytes
+                gradients.append(part.slice(gradient.detach()))
+                amount.nbytes[gradient.device.type] += gradient.nbytes
         parts, numbers = [], 0
-        self._pieces.nbytes = nbytes
+        self._pieces.amount = amount
         for pieces, gradients in by_device.values():
             if (norms := norms_of(gradients)) is None:
                 return None
             parts.append((pieces, norms))
             numbers += sum(gradient.numel() for gradient in gradients)
-        if nbytes["cuda"]:
-            self._budget.spend(self._prices.seconds("cuda", nbytes["cuda"] // part, 1))
+        if amount.nbytes["cuda"]:
+            self._account.looked_in_slices(amount.nbytes["cuda"], part)
         else:
-            self._spend_here(began)
+            self._account.looked_here(amount.nbytes["cpu"], part, began)
         looked = Looked(parts, numbers, before_exchange, mixed_at=self._pieces.mixed_at)
         return looked.with_earlier(self._earlier) if parts else None
 

@@ -151,5 +151,7 @@ def capturing(tensor: torch.Tensor) -> bool:
     """A graph is being captured where this tensor lives: nothing may be read now."""
     if tensor.is_cpu:
         return False
+    if tensor.device.index == torch.cuda.current_device():
+        return bool(torch.cuda.is_current_stream_capturing())
     with torch.cuda.device(tensor.device):
         return bool(torch.cuda.is_current_stream_capturing())
