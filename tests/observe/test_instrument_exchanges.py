@@ -368,3 +368,25 @@ def test_sparse_gradients_are_recorded_and_do_not_end_the_watching(run: Runner) 
     assert outcome.crumbs(1)[-1].step == 5
     (event,) = outcome.events("nonfinite", rank=1)
     assert (event["step"], event["cause"]) == (3, "MC401")
+
+
+@pytest.mark.usefixtures("lone_group")
+def test_gradients_that_are_not_there_are_asked_for_once_in_a_pass() -> None:
+    """A loop of small exchanges after a backward, of metrics, must not go through all parameters again and again."""
+    own, model, asked = OwnGradients(every_step=True), torch.nn.Linear(3, 2), []
+
+    def parameters() -> list[Any]:
+        asked.append(1)
+        return list(model.parameters())
+
+    for _ in range(2):
+        own.backward_begins(model.parameters())
+        own.backward_ended()
+        for _ in range(3):
+            own.exchange_after_backward(parameters)
+    assert len(asked) == 2
+    own.backward_begins(model.parameters())
+    model(torch.full((1, 3), torch.nan)).sum().backward()
+    own.exchange_after_backward(parameters)
+    looked = own.at_the_optimizer(list(model.parameters()))
+    assert looked is not None and looked.before_exchange is False and looked.bad() != ""

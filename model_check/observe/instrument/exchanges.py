@@ -139,6 +139,7 @@ class OwnGradients:
         self._looked: Looked | None = None
         self._earlier: Looked | None = None
         self._computed = False
+        self._sought = False
         self._exchanged = False
 
     @property
@@ -179,6 +180,7 @@ class OwnGradients:
                 self.forget()  # thrown away without a step; where a rank holds whole ones, its gradients tell
         self._looked = None
         self._computed = True
+        self._sought = False
 
     def exchange_in_forward(self, exchange: Exchange) -> None:
         """What a rank brings there are activations, or sums over them."""
@@ -304,7 +306,8 @@ class OwnGradients:
 
     def exchange_after_backward(self, parameters: Callable[[], Sequence[Any]]) -> None:
         """The script's own exchange begins: what it has computed is still its own."""
-        if self._computed and self._looked is None and self._part.of:
+        if self._computed and not self._sought and self._looked is None and self._part.of:
+            self._sought = True  # before its first call only, also where there was nothing to be seen
             self._looked = self._look_at(parameters(), before_exchange=not self._exchanged)
         self._exchanged = self._exchanged or self._computed
 
