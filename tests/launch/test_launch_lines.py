@@ -8,6 +8,7 @@ import tempfile
 import unicodedata
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from hypothesis import given
@@ -144,18 +145,23 @@ def test_a_terminal_gets_the_lines_and_a_bar(tmp_path: Path) -> None:
     assert "5/10" in shown and "loss 2.5000 | 12,346 tokens/s | ETA 0:10" in shown
 
 
-def test_a_reader_that_went_away_does_not_stop_the_copies(tmp_path: Path) -> None:
+def follow_a_log(tmp_path: Path, stream: TextIO) -> None:
+    """With a console whose stream takes nothing: the copy has every line all the same."""
     log = tmp_path / "log"
     log.write_text("first\n")
-    reader, writer = os.pipe()
-    os.close(reader)
-    stream = os.fdopen(writer, "w", encoding="utf-8")
     console = Console(tmp_path / "metrics.jsonl", ConsoleOptions(stream=stream, log_copies=tmp_path / "copies"))
     console.follow("CPU0", log)
     with log.open("a") as file:
         file.write("second\n")
     console.close()
     assert (tmp_path / "copies" / "log").read_text() == "first\nsecond\n"
+
+
+def test_a_reader_that_went_away_does_not_stop_the_copies(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w", encoding="utf-8")
+    follow_a_log(tmp_path, stream)
     with pytest.raises(BrokenPipeError):
         stream.close()
 
@@ -164,15 +170,8 @@ def test_a_reader_that_went_away_does_not_stop_the_copies(tmp_path: Path) -> Non
 def test_a_full_disk_is_said_once_and_does_not_stop_the_copies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "log"
-    log.write_text("first\n")
     stream = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 closing it fails
-    console = Console(tmp_path / "metrics.jsonl", ConsoleOptions(stream=stream, log_copies=tmp_path / "copies"))
-    console.follow("CPU0", log)
-    with log.open("a") as file:
-        file.write("second\n")
-    console.close()
-    assert (tmp_path / "copies" / "log").read_text() == "first\nsecond\n"
+    follow_a_log(tmp_path, stream)
     with pytest.raises(OSError, match="No space left on device"):
         stream.close()
     said = "[model-check] the output cannot be written (No space left on device); the job goes on without it\n"

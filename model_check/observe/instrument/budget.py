@@ -91,6 +91,10 @@ class Part:
         start = min(self.turn % self.of * length, tensor.numel() - _GROUP)
         return tensor.view(-1)[start : start + length]
 
+    def numbers(self, tensor: torch.Tensor) -> int:
+        """How many of its numbers are read."""
+        return tensor.numel() if self._all_of(tensor) else tensor.numel() // self.of
+
     def _all_of(self, tensor: torch.Tensor) -> bool:
         return self.of == 1 or tensor.numel() < _SMALL or not tensor.is_contiguous()
 

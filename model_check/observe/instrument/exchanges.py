@@ -9,7 +9,7 @@ Activations are reduced too, in both passes, by tensor parallelism and by batch 
 number comes back to all of them, and from then on each brings bad gradients. So what goes into those is looked at as
 well, and the number of the first bad one is kept: whoever has the lowest was first.
 
-How much of them is read, all or a part of each, is a question of the budget.
+How much of the gradients is read in a step, all or parts of them, is a question of the budget.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class OwnGradients:
         pieces, part = self._pieces, ALL if piece.spreads else self._part
         looked_at = pieces.looked_at.setdefault(tensor.device, [])
         looked_at.append(piece)
-        pieces.numbers += 0 if piece.spreads else tensor.numel() // part.of
+        pieces.numbers += 0 if piece.spreads else part.numbers(tensor)
         with torch.no_grad():
             if tensor.is_cpu:
                 total = self._account.look_here(tensor, part)
