@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from model_check.observe.instrument import native, training
 from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.budget import Budget
+from model_check.observe.instrument.budget import Budget, Choice
 from model_check.observe.instrument.now import HERE
 from model_check.observe.instrument.steps import _Watching, of_this_thread
 
@@ -110,15 +110,15 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def counted_parts(budget: Budget) -> Counter[int]:
+def counted_parts(budget: Budget) -> Counter[str]:
     """How often which part of a step's gradients is looked at from now on."""
-    counted: Counter[int] = Counter()
+    counted: Counter[str] = Counter()
     decide = budget.part_of_a_step
 
-    def part_of_a_step(price: Callable[[int], float]) -> int:
-        part = decide(price)
-        counted[part] += 1
-        return part
+    def part_of_a_step(price: Callable[[Choice], float]) -> Choice:
+        choice = decide(price)
+        counted[f"{choice.of}{' in turns' * choice.in_turns}"] += 1
+        return choice
 
     budget.part_of_a_step = part_of_a_step  # type: ignore[method-assign]
     return counted
@@ -239,7 +239,7 @@ def main() -> None:
         "turns": turns,
         "records_per_step": records,
         "parameters": sum(p.numel() for p in net.parameters()),
-        "looked_at": {str(part): number / parts.total() for part, number in parts.items()},
+        "looked_at": {part: number / parts.total() for part, number in parts.items()},
         "hooks_us": hooks_one_by_one(switch, device),
     }
     print(json.dumps(told))

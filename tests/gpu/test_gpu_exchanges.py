@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from model_check.observe.instrument.budget import Part
+from model_check.observe.instrument.budget import Choice, Part
 from model_check.observe.instrument.readings import Reading
 from model_check.observe.numerics.finite import LocalCheck
 from model_check.rundir import RunDir, read_jsonl
@@ -163,7 +163,7 @@ def test_the_next_step_does_not_overwrite_an_answer_that_is_late(late_check: Loc
 def test_a_part_of_a_bucket_is_looked_at_beside_too(late_check: LocalCheck) -> None:
     bucket = torch.zeros(1 << 24, device="cuda")
     bucket[1 << 20 : (1 << 20) + 4096] = float("nan")
-    behind = late_check.look_beside(Part(16, 5).groups(bucket))
+    behind = late_check.look_beside(Part(Choice(16), 5).groups(bucket))
     with torch.cuda.stream(behind):
         bucket.zero_()
     torch.cuda.synchronize()

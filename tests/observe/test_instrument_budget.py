@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.observe.instrument import native
-from model_check.observe.instrument.budget import ADVANCE_S, PARTS, SHARE, Budget, Part
+from model_check.observe.instrument.budget import ADVANCE_S, EVERYTHING, NOTHING, PARTS, SHARE, Budget, Choice, Part
 from model_check.observe.instrument.exchanges import OwnGradients
 
 
@@ -24,79 +24,101 @@ def test_looking_never_takes_more_than_its_share_of_a_long_run(step_s: float, lo
     """The dearest price there is: a part of the gradients that takes half of what all of them take."""
     now, steps, spent, read = 0.0, 2000, 0.0, []
 
-    def price(part: int) -> float:
-        return look_s if part == 1 else look_s / 2
+    def price(choice: Choice) -> float:
+        return look_s if choice == EVERYTHING else look_s / 2
 
     budget = Budget(lambda: now)
     for _ in range(steps):
-        part = budget.part_of_a_step(price)
-        if part:
-            budget.spend(price(part))
-            spent += price(part)
-        read.append(part)
+        choice = budget.part_of_a_step(price)
+        if choice != NOTHING:
+            budget.spend(price(choice))
+            spent += price(choice)
+        read.append(choice)
         now += step_s
     assert spent <= ADVANCE_S + SHARE * steps * step_s + look_s  # the last one may overdraw
-    assert set(read) <= {0, *PARTS} and read[0] in (1, PARTS[-1])
+    assert set(read) <= {NOTHING, EVERYTHING, *PARTS} and read[0] in (EVERYTHING, PARTS[-1])
     if look_s <= SHARE * step_s:
-        assert set(read) == {1}
+        assert set(read) == {EVERYTHING}
     elif look_s / 2 <= SHARE * step_s:
-        assert 0 not in read and {1, PARTS[1]} & set(read)
+        assert NOTHING not in read and EVERYTHING in read
 
 
 def test_what_is_saved_by_parts_adds_up_to_a_look_at_everything() -> None:
     now, read = 0.0, []
     budget = Budget(lambda: now)
     for _ in range(3000):
-        part = budget.part_of_a_step(lambda part: 2 * SHARE / part)  # all of them cost two steps' worth
-        budget.spend(2 * SHARE / part)
-        read.append(part)
+        choice = budget.part_of_a_step(lambda choice: 2 * SHARE / choice.of)  # all of them cost two steps' worth
+        budget.spend(2 * SHARE / choice.of)
+        read.append(choice)
         now += 1.0
     later = read[1000:]  # the advance is spent
-    assert set(later) == {1, 8}
-    assert later.count(1) / len(later) == pytest.approx(3 / 7, abs=0.01)  # 2x + (1 - x)/4 = 1
+    assert set(later) == {EVERYTHING, Choice(8)}
+    assert later.count(EVERYTHING) / len(later) == pytest.approx(3 / 7, abs=0.01)  # 2x + (1 - x)/4 = 1
+
+
+@pytest.mark.parametrize(
+    ("launches", "chosen"),
+    [
+        (0.3, Choice(8)),
+        (0.6, Choice(16)),
+        (0.7, Choice(32)),
+        (1.5, Choice(8, in_turns=True)),
+        (2.95, Choice(32, in_turns=True)),
+        (9.0, Choice(32, in_turns=True)),
+    ],
+)
+def test_buckets_take_turns_only_where_a_kernel_for_each_is_too_dear(launches: float, chosen: Choice) -> None:
+    """In steps' worths: all numbers cost one and a half; of the buckets a quarter takes its turn."""
+    now = 0.0
+    budget = Budget(lambda: now)
+    budget.spend(ADVANCE_S - SHARE / 100)  # nothing is left to read them all
+    now = 1.0
+    share = {False: 1.0, True: 0.25}
+    assert budget.part_of_a_step(lambda of: SHARE * share[of.in_turns] * (1.5 / of.of + launches)) == chosen
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 300_000), st.sampled_from(PARTS), st.sampled_from([Part.groups, Part.slice]))
+@given(st.integers(1, 300_000), st.sampled_from([EVERYTHING, *PARTS]), st.sampled_from([Part.groups, Part.slice]))
 def test_nothing_is_left_out_for_good(
-    numbers: int, of: int, taken: Callable[[Part, torch.Tensor], torch.Tensor]
+    numbers: int, choice: Choice, taken: Callable[[Part, torch.Tensor], torch.Tensor]
 ) -> None:
     tensor = torch.zeros(numbers)
-    for turn in range(8 * of):
-        read = taken(Part(of, turn), tensor)
-        assert taken is Part.slice or read.numel() <= Part(of, turn).numbers(tensor)
-        assert read.numel() <= tensor.numel() // of + 32 or read.numel() == tensor.numel() < 1 << 16
+    for turn in range(8 * choice.of):
+        read = taken(Part(choice, turn), tensor)
+        assert taken is Part.slice or read.numel() <= Part(choice, turn).numbers(tensor)
+        assert read.numel() <= tensor.numel() // choice.of + 32 or read.numel() == tensor.numel() < 1 << 16
         read += 1
     assert tensor.min() >= 1
 
 
-@given(st.integers(0, 60), st.sampled_from(PARTS))
-def test_every_bucket_has_its_turn_and_the_last_ones_always(buckets: int, of: int) -> None:
+@given(st.integers(0, 60), st.sampled_from([EVERYTHING, *PARTS]))
+def test_every_bucket_has_its_turn_and_the_last_ones_always(buckets: int, choice: Choice) -> None:
     """With another group of its numbers each time."""
+    of = choice.of
     seen = torch.zeros(buckets, of)
-    for turn in range(4 * of):
-        part = Part(of, turn, buckets)
+    for turn in range(4 * of if choice.in_turns else of):
+        part = Part(choice, turn, buckets)
         looked_at = [bucket for bucket in range(1, buckets + 1) if part.includes(bucket)]
         assert set(range(max(1, buckets - 1), buckets + 1)) <= set(looked_at)
-        assert len(looked_at) <= max(8, buckets / 4 + 3) or of == 1
+        assert len(looked_at) <= max(8, buckets / 4 + 3) if choice.in_turns else len(looked_at) == buckets
         numbers = torch.zeros(1 << 16)
         part.groups(numbers).fill_(1.0)
         groups = numbers.view(-1, of, 32).amax(dim=(0, 2))
         for bucket in looked_at:
             seen[bucket - 1] += groups
     assert (seen > 0).all()
-    assert not Part(0, 3, buckets).includes(buckets)
+    assert not Part(NOTHING, 3, buckets).includes(buckets)
 
 
-@pytest.mark.parametrize("of", PARTS[1:])
-def test_a_bad_row_of_a_weight_is_seen_in_every_turn(of: int) -> None:
+@pytest.mark.parametrize("choice", PARTS)
+def test_a_bad_row_of_a_weight_is_seen_in_every_turn(choice: Choice) -> None:
     gradient = torch.zeros(64, 1024)
     gradient[17] = math.nan
-    assert all(Part(of, turn).groups(gradient.view(-1)).sum().isnan() for turn in range(4 * of))
+    assert all(Part(choice, turn).groups(gradient.view(-1)).sum().isnan() for turn in range(4 * choice.of))
 
 
 def test_what_is_not_in_one_piece_is_read_in_full() -> None:
-    turned, part = torch.zeros(512, 256).t(), Part(8, 3)
+    turned, part = torch.zeros(512, 256).t(), Part(Choice(8), 3)
     assert part.groups(turned) is turned and part.slice(turned) is turned
 
 

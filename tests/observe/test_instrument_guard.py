@@ -84,7 +84,15 @@ class Script:
         self.guard = Guard()
         self.guard.mode = mode  # type: ignore[assignment]
 
-    def step(self, x: torch.Tensor, loss_of: Loss, *, apply: bool = True) -> None:
+    def step(
+        self,
+        x: torch.Tensor,
+        loss_of: Loss,
+        *,
+        apply: bool = True,
+        clip: float | None = None,
+        norm: torch.Tensor | None = None,
+    ) -> None:
         call = self.guard.forward_begins(self.model, (x,), {})
         out = self.model(x)
         if call is not None:
@@ -92,6 +100,10 @@ class Script:
         loss = loss_of(out)
         self.guard.backward_begins(loss, reading_of(loss))
         loss.backward()
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        if norm is not None:
+            self.guard.norm_taken(norm)
         if apply:
             self.guard.optimizer_begins(self.optimizer)
             self.optimizer.step()
@@ -255,6 +267,68 @@ def test_halt_looks_at_every_gradient_of_every_step(watched: Callable[..., Scrip
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
     (event,) = run.events("nonfinite")
     assert (event["cause"], event["op"], event["step"]) == ("MC402", "sqrt", 1)
+
+
+class _Lone(torch.autograd.Function):
+    """A number among the gradients of one weight that goes nowhere else."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, made: float) -> torch.Tensor:
+        ctx.made = made
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.clone()
+        gradient[-1, -1] = ctx.made
+        return gradient, None
+
+
+class Alone(torch.nn.Module):
+    """Of its second parameter only a part is looked at in most steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 512)
+        self.weight = torch.nn.Parameter(torch.randn(512, 512) / 32)
+        self.made = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) @ _Lone.apply(self.weight, self.made)
+
+
+@pytest.mark.parametrize(
+    ("made", "clips", "told"),
+    [(math.inf, True, True), (math.nan, True, True), (0.0, True, False), (math.inf, False, False)],
+)
+def test_the_norm_that_a_script_clips_by_is_looked_at_too(
+    watched: Callable[..., Script], made: float, clips: bool, told: bool
+) -> None:
+    """It has read every gradient, whatever part of them the budget had room for: without it this one is missed."""
+    model = Alone()
+    run = watched(model)
+
+    def step() -> None:
+        run.guard._own._account.budget._left_s = 1e-9  # enough for a part only: another one than the last number is in
+        run.step(torch.randn(4, 6), mean_square, clip=1.0 if clips else None)
+
+    for _ in range(4):
+        step()
+    model.made = made
+    step()
+    events = run.events("nonfinite")
+    assert [(event["step"], event["cause"], event["direction"]) for event in events] == [
+        (4, "MC402", "backward")
+    ] * told
+    if told:
+        assert str(float(events[0]["grad_norm"])) == str(made)
+
+
+def test_a_norm_that_overflows_in_good_health_is_no_fault(watched: Callable[..., Script]) -> None:
+    run = watched(Net())
+    for _ in range(3):
+        run.step(torch.randn(4, 6), mean_square, norm=torch.tensor(math.inf))
+    assert run.events("nonfinite") == []
 
 
 def test_a_loss_code_that_was_handed_bad_numbers_is_not_blamed(watched: Callable[..., Script]) -> None:

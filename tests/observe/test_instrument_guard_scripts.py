@@ -184,6 +184,27 @@ for step in range(6):
     opt.step()
 """
 
+# An infinity that stays in a single weight, where a part of the gradients is all there is time for: the norm is
+# infinite, clipping makes 0 of all others, and NaN of this one.
+CLIPS = """
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from model_check.observe.instrument.steps import of_this_thread
+model = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 512, bias=False))
+def spoil(gradient):
+    gradient = gradient.clone()
+    gradient[-1, -1] = float("inf") if step == 3 else 0.0
+    return gradient
+model[1].weight.register_hook(spoil)
+weights = list(model.parameters())
+opt = torch.optim.SGD(weights, lr=0.01)
+for step in range(6):
+    opt.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    of_this_thread().guard._own._account.budget._left_s = 1e-9
+    TAKEN
+    opt.step()
+"""
+
 
 def line_of(body: str) -> int:
     return next(number for number, line in enumerate((HEAD + body).splitlines(), 1) if line.endswith("# HERE"))
@@ -216,6 +237,20 @@ def test_the_step_the_operation_and_the_line(
     assert (event["cause"], event["op"], event["step"]) == (cause, op, step)
     assert (event["location"], event["function"]) == (f"train.py:{line_of(body)}", function)
     assert event["deterministic"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "clip_grad_norm_(weights, 1.0)",
+        "clip_grads_with_norm_(weights, 1.0, get_total_norm([p.grad for p in weights]))",
+    ],
+    ids=["clip_grad_norm_", "get_total_norm"],
+)
+def test_the_norm_of_a_script_that_clips_tells_what_a_part_of_its_gradients_does_not(run: Runner, taken: str) -> None:
+    event = event_of(run(HEAD + CLIPS.replace("TAKEN", taken), env={"MODEL_CHECK_GUARD": "observe"}))
+    assert (event["cause"], event["step"], event["grad_norm"]) == ("MC402", 3, "inf")
 
 
 def test_a_target_that_is_not_finite_is_a_bad_sample(run: Runner) -> None:

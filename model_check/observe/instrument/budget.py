@@ -2,10 +2,10 @@
 
 Reading gradients costs what memory bandwidth it takes, whatever the script computes. So there is a budget: a quarter of
 a percent of the run's time, and a little in advance so that the first steps are looked at in full. Where all gradients
-cannot be read for that, every 8th, 16th or 32nd group of numbers is, of some of the buckets, other ones in the next
-step. A bad number seldom stays alone: on its way back from the loss it fills rows of a weight, each of which has many
-groups, and all there is of the layers before. So the last buckets are looked at in every step. What is saved by that
-adds up to a look at everything now and then.
+cannot be read for that, every 8th, 16th or 32nd group of their numbers is, other ones in the next step. A bad number
+seldom stays alone: on its way back from the loss it fills rows of a weight, each of which has many groups, and all
+there is of the layers before. Where steps are so short that the kernels alone are too dear, the buckets take turns too,
+but for the last ones, which whatever spreads has reached. What is saved adds up to a look at everything now and then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from model_check.observe.numerics.finite import LocalCheck
 
 SHARE = 0.0025
 ADVANCE_S = 0.25
-PARTS = (1, 8, 16, 32)
+_FOR_PARTS = 0.75  # of what a step earns: the rest is saved for a look at everything
 _GROUP = 32  # numbers
 _SMALL = 1 << 16  # numbers that are read in full: biases, norms
 _ASSUMED_SPEED = {"cuda": 1e12, "cpu": 5e9}  # bytes a second, until it has been measured
@@ -31,6 +31,25 @@ _LAUNCH_S = 8e-6  # of the two smallest kernels, which other streams feel too
 _FEW_BUCKETS, _TURNS, _LAST = 8, 4, 2
 _WORTH_TIMING = 1 << 24  # bytes
 _TIMINGS = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How much is read of a step's gradients."""
+
+    of: int  # 1: all there are, k: every k-th group of their numbers, 0: nothing
+    in_turns: bool = False  # of some of the buckets only
+
+
+NOTHING, EVERYTHING = Choice(0), Choice(1)
+PARTS = (
+    Choice(8),
+    Choice(16),
+    Choice(32),
+    Choice(8, in_turns=True),
+    Choice(16, in_turns=True),
+    Choice(32, in_turns=True),
+)
 
 
 class Budget:
@@ -41,8 +60,8 @@ class Budget:
         self._left_s = ADVANCE_S
         self._since = clock()
 
-    def part_of_a_step(self, price: Callable[[int], float]) -> int:
-        """1 where all may be read, k for every k-th group, 0 for nothing. `price`: the seconds that a part may take.
+    def part_of_a_step(self, price: Callable[[Choice], float]) -> Choice:
+        """The most that can be had. `price`: the seconds that it may take.
 
         What it does take is known only afterwards: it may overdraw, and the next steps wait until that is paid.
         """
@@ -51,10 +70,10 @@ class Budget:
         self._since = now
         self._left_s = min(ADVANCE_S, self._left_s + earned)
         if self._left_s <= 0:
-            return 0
-        if price(1) <= self._left_s:
-            return 1
-        return next((part for part in PARTS[1:] if price(part) <= earned), PARTS[-1])
+            return NOTHING
+        if price(EVERYTHING) <= self._left_s:
+            return EVERYTHING
+        return next((part for part in PARTS if price(part) <= _FOR_PARTS * earned), PARTS[-1])
 
     def spend(self, seconds: float) -> None:
         self._left_s -= seconds
@@ -64,13 +83,17 @@ class Budget:
 class Part:
     """What is read of one step's gradients."""
 
-    of: int  # 1: all there are, k: every k-th group of their numbers, 0: nothing
+    choice: Choice
     turn: int = 0
     buckets: int = 0  # that there usually are
 
+    @property
+    def of(self) -> int:
+        return self.choice.of
+
     def includes(self, bucket: int) -> bool:
         """By its number, from 1. Whatever spreads has reached the last ones."""
-        if self.of <= 1 or self.buckets <= _FEW_BUCKETS:
+        if not self.choice.in_turns or self.buckets <= _FEW_BUCKETS:
             return self.of > 0
         return bucket > self.buckets - _LAST or bucket % _TURNS == self.turn % _TURNS
 
@@ -78,7 +101,8 @@ class Part:
         """Every k-th group of its numbers: after k times all have been read."""
         if self._all_of(tensor):
             return tensor
-        groups, time_round = tensor.numel() // (_GROUP * self.of), self.turn // _TURNS
+        groups = tensor.numel() // (_GROUP * self.of)
+        time_round = self.turn // _TURNS if self.choice.in_turns else self.turn
         whole = groups * _GROUP * self.of
         start = (tensor.numel() - whole) * (time_round // self.of % 2)  # what is left over is read in the next round
         return tensor.view(-1)[start : start + whole].view(groups, self.of, _GROUP)[:, time_round % self.of]
@@ -99,7 +123,7 @@ class Part:
         return self.of == 1 or tensor.numel() < _SMALL or not tensor.is_contiguous()
 
 
-ALL = Part(1)
+ALL = Part(EVERYTHING)
 
 
 @dataclass
@@ -126,12 +150,12 @@ class Account:
     def part_of_a_step(self) -> Part:
         return Part(self.budget.part_of_a_step(self._price), self._turn, self._usual.buckets)
 
-    def _price(self, part: int) -> float:
+    def _price(self, choice: Choice) -> float:
         share, buckets = 1.0, self._usual.buckets
-        if part > 1 and buckets > _FEW_BUCKETS:
+        if choice.in_turns and buckets > _FEW_BUCKETS:
             share = 1 / _TURNS + _LAST / buckets
         launches = buckets * _LAUNCH_S if self._usual.nbytes["cuda"] else 0.0
-        read = sum(self._prices.seconds(device, nbytes, part) for device, nbytes in self._usual.nbytes.items())
+        read = sum(self._prices.seconds(device, nbytes, choice.of) for device, nbytes in self._usual.nbytes.items())
         return share * (read + launches)
 
     def step_ended(self, amount: Amount) -> None:

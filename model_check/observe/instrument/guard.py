@@ -5,7 +5,9 @@ peer's arrive (exchanges). What comes back is probed when the optimizer is about
 every layer before the place where it arose, so one of the first parameters tells; the others take turns. The loss of a
 GPU is copied behind its kernels and read when the optimizer is called: by then the forward is long over, so nobody
 waits. A bad gradient there is known one step later, unless the script itself waits for the device in between.
-With `--guard halt` every gradient of every step is looked at, and waited for: a promise to refuse must not be a sample.
+Where a script takes the norm of its gradients, to clip them or to show it, that norm is looked at too: it has read them
+all. With `--guard halt` every gradient of every step is looked at, and waited for: a promise to refuse must not be a
+sample.
 
 On a hit the rank runs its own forward once more (replaying), and writes a `nonfinite` event if it is to blame. The
 script's results are never changed, unless it was started with `--guard halt`: then the step is refused.
@@ -42,6 +44,7 @@ _TURN_EVERY = 4
 _ENOUGH_LOOKS = 16
 _FIRST_FEW = 4  # parameters
 _FEW = 512  # numbers
+_MOST_NORMS = 4  # that a script takes in a step
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -85,6 +88,7 @@ class _Late:
 
     step: int = 0
     sizes: Sequence[Reading] = ()
+    norms: Sequence[Reading] = ()
     looked: Looked | None = None
 
 
@@ -129,6 +133,7 @@ class Guard:
         self._begun: Call | None = None  # a forward that is not yet among the calls of its step
         self._learning = False  # a forward is under way whose result may be learnt from
         self._passes: list[_Pass] = []
+        self._norms: list[Reading] = []  # that the script itself took of the gradients there are
         self._reports = 0
         self._late: weakref.WeakKeyDictionary[Any, _Late] = weakref.WeakKeyDictionary()
         self._own = OwnGradients(every_step=self.mode == "halt")
@@ -174,6 +179,7 @@ class Guard:
         self._catch_up()
         if not self.on:
             return
+        self._norms.clear()
         self._own.backward_begins(p for probed in self._probed.values() for p in probed.all)
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
@@ -210,6 +216,10 @@ class Guard:
         if self.on:
             self._own.backward_ended()
 
+    def norm_taken(self, norm: Any) -> None:
+        if self.on and len(self._norms) < _MOST_NORMS and (taken := reading_of(norm)) is not None:
+            self._norms.append(taken)
+
     def refuse_if_halted(self) -> None:
         """Once a step has been refused, so is every later one: the run is over."""
         if self._halted:
@@ -230,6 +240,8 @@ class Guard:
         in_time = looked if looked is not None and (looked.ready or self.mode == "halt") else None
         ready = [size for size in sizes if size.ready or self.mode == "halt"]
         known = [size.value() for size in ready]
+        taken = [norm for norm in self._norms if norm.ready or self.mode == "halt"]
+        norms = [norm.value() for norm in taken]
         bad = self._bad_pass()
         grad_norm = math.hypot(*known) if known else math.nan
         if bad is not None and _gradients_finite(optimizer):
@@ -239,16 +251,18 @@ class Guard:
         if bad is not None:
             hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
             self._found(step, self._among_peers(hit, in_time), grad_norm)
-        elif self._any_bad(known, in_time):
+        elif self._any_bad([*known, *norms], in_time):
             own = _own_share(in_time, optimizer)
             # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
             if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
-                self._found(step, self._among_peers(self._gradient_hit(own), in_time), grad_norm)
+                hit = self._among_peers(self._gradient_hit(own), in_time)
+                self._found(step, hit, math.hypot(*norms) if norms else grad_norm)
         else:
             self._own.step_was_good(in_time)
         unanswered = [size for size in sizes if size not in ready]
-        self._late[optimizer] = _Late(step, unanswered, looked if in_time is None else None)
+        to_come = [norm for norm in self._norms if norm not in taken]
+        self._late[optimizer] = _Late(step, unanswered, to_come, looked if in_time is None else None)
         self.history.step(self._loss(), grad_norm, self._rate)
         self._settled = True
 
@@ -275,6 +289,7 @@ class Guard:
         """The memory of the inputs is the script's again."""
         self._inputs.forget()
         self._passes.clear()
+        self._norms.clear()
         self._calls_seen = 0
 
     def forget_whose(self) -> None:
@@ -299,9 +314,11 @@ class Guard:
         """The step before has spoilt the weights, and with them this one's loss: told first."""
         late = self._late.pop(optimizer, _NOTHING_LATE)
         probed_bad = not all(math.isfinite(size.value()) for size in late.sizes)
+        norm_bad = not all(math.isfinite(norm.value()) for norm in late.norms)
         own = _own_share(late.looked, optimizer)
-        # A script may mend what it was given; whatever it applied, its weights show.
-        if not probed_bad and (not own.bad or (not self._own.sharded(optimizer) and _weights_finite(optimizer))):
+        # A script may mend what it was given, and a norm overflows first; whatever was applied, the weights show.
+        spoilt = probed_bad or (bool(own.bad) and self._own.sharded(optimizer))
+        if not spoilt and (not (own.bad or norm_bad) or _weights_finite(optimizer)):
             return False
         hit = Hit.too_late(self.history.before[-1].loss, self._last_place, own)
         if late.looked is not None:

@@ -113,6 +113,11 @@ class Steps:
         self.guard.exchange_after_backward()
 
     @_harmless
+    def norm_taken(self, norm: Any) -> None:
+        """The script itself has asked for the norm of gradients."""
+        self.guard.norm_taken(norm)
+
+    @_harmless
     def optimizer_begins(self, optimizer: Any) -> None:
         self._scaling.optimizer_begins()
         if not self._scaling.decides(optimizer):

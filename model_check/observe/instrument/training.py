@@ -201,6 +201,22 @@ def patch_scaler(module: Any) -> None:
     owner.scale, owner.step = recorded_scale, recorded_step
 
 
+def patch_clipping(module: Any) -> None:
+    """torch.nn.utils.clip_grad: the norm that a script takes of its gradients, to clip them or to show it."""
+    original = getattr(module, "_get_total_norm", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def total_norm(*args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        if not torch.compiler.is_compiling() and (steps := _numbers(open_here())) is not None:
+            steps.norm_taken(norm)
+        return norm
+
+    module._get_total_norm = total_norm
+
+
 def patch_optimizer(module: Any) -> None:
     """torch.optim.optimizer: its own hooks, so that every optimizer ever made is covered."""
     module.register_optimizer_step_pre_hook(_before_optimizer)
