@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.observe.instrument import native
-from model_check.observe.instrument.budget import ADVANCE_S, EVERYTHING, NOTHING, PARTS, SHARE, Budget, Choice, Part
+from model_check.observe.instrument.budget import (
+    ADVANCE_S,
+    EVERYTHING,
+    NOTHING,
+    PARTS,
+    SHARE,
+    Budget,
+    Choice,
+    Part,
+    Prices,
+)
 from model_check.observe.instrument.exchanges import OwnGradients
 
 
@@ -60,10 +70,10 @@ def test_what_is_saved_by_parts_adds_up_to_a_look_at_everything() -> None:
     ("launches", "chosen"),
     [
         (0.3, Choice(8)),
-        (0.6, Choice(16)),
-        (0.7, Choice(32)),
+        (0.65, Choice(16)),
+        (0.74, Choice(32)),
         (1.5, Choice(8, in_turns=True)),
-        (2.95, Choice(32, in_turns=True)),
+        (3.14, Choice(32, in_turns=True)),
         (9.0, Choice(32, in_turns=True)),
     ],
 )
@@ -75,6 +85,16 @@ def test_buckets_take_turns_only_where_a_kernel_for_each_is_too_dear(launches: f
     now = 1.0
     share = {False: 1.0, True: 0.25}
     assert budget.part_of_a_step(lambda of: SHARE * share[of.in_turns] * (1.5 / of.of + launches)) == chosen
+
+
+def test_the_price_of_a_part_is_that_of_the_nearest_one_which_was_read() -> None:
+    prices = Prices()
+    assert prices.seconds("cpu", 1000, 8) < prices.seconds("cpu", 1000, 1)
+    prices.learn("cpu", 1000, 1, 64.0)
+    assert [prices.seconds("cpu", 1000, of) for of in (1, 8, 32)] == [64.0, 8.0, 2.0]
+    prices.learn("cpu", 1000, 16, 10.0)
+    assert [prices.seconds("cpu", 1000, of) for of in (1, 8, 16, 32)] == [64.0, 20.0, 10.0, 5.0]
+    assert prices.seconds("cuda", 1000, 1) < 1e-6  # of another device nothing is known
 
 
 @settings(max_examples=60, deadline=None)

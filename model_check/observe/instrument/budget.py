@@ -23,7 +23,7 @@ from model_check.observe.numerics.finite import LocalCheck
 
 SHARE = 0.0025
 ADVANCE_S = 0.25
-_FOR_PARTS = 0.75  # of what a step earns: the rest is saved for a look at everything
+_FOR_PARTS = 0.8  # of what a step earns: the rest is saved for a look at everything
 _GROUP = 32  # numbers
 _SMALL = 1 << 16  # numbers that are read in full: biases, norms
 _ASSUMED_SPEED = {"cuda": 1e12, "cpu": 5e9}  # bytes a second, until it has been measured
@@ -197,6 +197,7 @@ class Prices:
 
     def __init__(self) -> None:
         self._rates: dict[tuple[str, int], deque[float]] = {}  # seconds for a byte of the whole
+        self._medians: dict[str, dict[int, float]] = {}  # of these, by device and part
         self._timed: Counter[int] = Counter()
         self._under_way: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -206,12 +207,20 @@ class Prices:
             measured, of_part, begin, end = self._under_way.popleft()
             took = begin.elapsed_time(end) / 1e3
             self.learn("cuda", measured, of_part, max(took - _LAUNCH_S, took / 4))
-        rates = self._rates.get((device, part))
-        rate = statistics.median(rates) if rates else 1 / part / _ASSUMED_SPEED[device]
-        return nbytes * rate
+        return nbytes * self._rate(device, part)
+
+    def _rate(self, device: str, part: int) -> float:
+        """As measured; of a part that was never read, as that of another one suggests: else it would never be tried."""
+        measured = self._medians.get(device)
+        if measured is None:
+            return 1 / part / _ASSUMED_SPEED[device]
+        nearest = min(measured, key=lambda of: max(of, part) / min(of, part))
+        return measured[nearest] * nearest / part
 
     def learn(self, device: str, nbytes: int, part: int, seconds: float) -> None:
-        self._rates.setdefault((device, part), deque(maxlen=_TIMINGS)).append(seconds / max(1, nbytes))
+        rates = self._rates.setdefault((device, part), deque(maxlen=_TIMINGS))
+        rates.append(seconds / max(1, nbytes))
+        self._medians.setdefault(device, {})[part] = statistics.median(rates)
 
     def still_wanted(self, nbytes: int, part: int) -> bool:
         return self._timed[part] < _TIMINGS and nbytes >= _WORTH_TIMING
