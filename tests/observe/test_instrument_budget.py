@@ -70,10 +70,10 @@ def test_what_is_saved_by_parts_adds_up_to_a_look_at_everything() -> None:
     ("launches", "chosen"),
     [
         (0.3, Choice(8)),
-        (0.65, Choice(16)),
-        (0.74, Choice(32)),
-        (1.5, Choice(8, in_turns=True)),
-        (3.14, Choice(32, in_turns=True)),
+        (0.75, Choice(16)),
+        (0.84, Choice(32)),
+        (1.5, Choice(16, in_turns=True)),
+        (3.54, Choice(32, in_turns=True)),
         (9.0, Choice(32, in_turns=True)),
     ],
 )

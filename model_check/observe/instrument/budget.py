@@ -23,7 +23,7 @@ from model_check.observe.numerics.finite import LocalCheck
 
 SHARE = 0.0025
 ADVANCE_S = 0.25
-_FOR_PARTS = 0.8  # of what a step earns: the rest is saved for a look at everything
+_FOR_PARTS = 0.9  # of what a step earns: the rest is saved for a look at everything
 _GROUP = 32  # numbers
 _SMALL = 1 << 16  # numbers that are read in full: biases, norms
 _ASSUMED_SPEED = {"cuda": 1e12, "cpu": 5e9}  # bytes a second, until it has been measured
@@ -42,14 +42,7 @@ class Choice:
 
 
 NOTHING, EVERYTHING = Choice(0), Choice(1)
-PARTS = (
-    Choice(8),
-    Choice(16),
-    Choice(32),
-    Choice(8, in_turns=True),
-    Choice(16, in_turns=True),
-    Choice(32, in_turns=True),
-)
+PARTS = (Choice(8), Choice(16), Choice(32), Choice(16, in_turns=True), Choice(32, in_turns=True))
 
 
 class Budget:
