@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from model_check.data.hub import reachable
+from model_check.config.endpoint import reachable
 from model_check.doctor.check import Check, failed, foreign_words, passed, skipped, warned
 from model_check.doctor.settings import Limits, Settings
 from model_check.observe.redaction import redact_text

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
-import socket
-import urllib.error
-import urllib.request
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from model_check.config.endpoint import answers
 from model_check.errors import HubUnavailable, ModelError
 
 CONFIG_FILE = "config.json"
 _CONFIG_ONLY = [CONFIG_FILE]
 _WITH_WEIGHTS = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_PROBE_SECONDS = 1.0
-_ANSWER_SECONDS = 10.0
 
 
 def pretrained_folder(source: str | Path, *, weights: bool) -> Path:
@@ -48,7 +42,7 @@ def _fetch(hub_id: str, patterns: list[str]) -> Path:
         RepositoryNotFoundError,
     )
 
-    offline = constants.HF_HUB_OFFLINE or not _reachable(constants.ENDPOINT)
+    offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=offline))
     except LocalEntryNotFoundError as error:
@@ -70,26 +64,3 @@ def _fetch(hub_id: str, patterns: list[str]) -> Path:
             f"{hub_id} could not be fetched from {constants.ENDPOINT}: {type(error).__name__}",
             remedy="try again, or pass a local folder",
         ) from error
-
-
-def _reachable(endpoint: str) -> bool:
-    """A look at the port before the client spends half a minute on retries; through a proxy, at the proxy's.
-
-    Then one request: a hub that accepts connections and stays silent would be asked for minutes.
-    """
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    address = urlsplit(proxy or endpoint)
-    try:
-        port = address.port or (80 if address.scheme == "http" else 443)
-        socket.create_connection((address.hostname or "", port), timeout=_PROBE_SECONDS).close()
-    except (OSError, ValueError):
-        return False
-    try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_ANSWER_SECONDS).close()
-    except TimeoutError:
-        return False
-    except urllib.error.URLError as error:
-        return not isinstance(error.reason, TimeoutError)
-    except (OSError, ValueError, http.client.HTTPException):
-        return True  # not what we asked for, but not silence
-    return True

@@ -21,7 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from model_check.data.hub import reachable, silent
+from model_check.config.endpoint import reachable, silent
 from model_check.data.tokenizer import BUILTIN
 
 SECRET = "hf_do_not_print_me"

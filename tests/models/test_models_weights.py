@@ -256,7 +256,7 @@ def test_a_hub_that_accepts_and_says_nothing_is_asked_once(tmp_path: Path, monke
     for name in ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("model_check.models.hub._ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("model_check.config.endpoint.ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0), backlog=1) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
