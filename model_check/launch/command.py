@@ -87,8 +87,11 @@ class _CommandJob:
         self._again_said = False
 
     def run(self) -> CommandResult:
-        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        previous = {number: signal.signal(number, self._on_signal) for number in caught}
+        handlers = {
+            **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._on_signal),
+            **dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2), self._pass_on),
+        }
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         self._watcher.watch(self._process.pid)
         try:
             while self._process.poll() is None:
@@ -168,6 +171,10 @@ class _CommandJob:
             # Ctrl-C reaches every process of the terminal's foreground group, the command included.
             if not (number == signal.SIGINT and _in_the_foreground()):
                 self._process.send_signal(number)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        """What these mean is the command's own affair (Slurm warns with SIGUSR1): they would end us, and not it."""
+        self._process.send_signal(number)
 
     def _note_stop(self, number: int) -> None:
         """Every rank's end is ours from here on, whoever passes the signal on to it."""

@@ -257,6 +257,24 @@ def test_when_we_go_the_command_and_its_ranks_go_too(
     _until(lambda: not job.marked())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("handler", "code"),
+    [("lambda *_: sys.exit(7)", 7), ("signal.SIG_DFL", 128 + signal.SIGUSR1)],
+    ids=["warned", "ended"],
+)
+def test_a_signal_of_its_own_is_passed_on_to_the_command(
+    tmp_path: Path, launch: Callable[..., Launched], handler: str, code: int
+) -> None:
+    """Slurm's warning before the end: it says what comes of it, and nothing is left behind."""
+    catches = f"import signal, sys\nsignal.signal(signal.SIGUSR1, {handler})\n"
+    job = launch("command", sys.executable, _write(tmp_path / "spawner.py", catches + _SPAWNER))
+    _until(lambda: len(job.events("rank_started")) == 2, 20.0)
+    os.kill(job.process.pid, signal.SIGUSR1)
+    assert job.process.wait(timeout=20) == code
+    _until(lambda: not job.marked())
+
+
 def test_a_command_that_makes_one_of_our_signal_is_still_terminated(
     tmp_path: Path, launch: Callable[..., Launched]
 ) -> None:
