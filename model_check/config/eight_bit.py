@@ -11,8 +11,12 @@ def torchao_is_installed() -> bool:
     return importlib.util.find_spec("torchao") is not None
 
 
-def torchao_missing() -> UsageError:
+def torchao_missing(error: ImportError | None = None) -> UsageError:
+    """`error`: what an attempt to import it said."""
+    state, remedy = "is not installed", "pip install torchao"
+    if error is not None and torchao_is_installed():
+        state, remedy = f"cannot be imported: {error}", "install the torchao that was built for this torch"
     return UsageError(
-        "training.optimizer_states=8bit needs torchao, which is not installed",
-        remedy="pip install torchao, or set training.optimizer_states to bf16",
+        f"training.optimizer_states=8bit needs torchao, which {state}",
+        remedy=f"{remedy}, or set training.optimizer_states to bf16",
     )

@@ -43,7 +43,7 @@ def _eight_bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> torch.o
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
-        raise torchao_missing() from error
+        raise torchao_missing(error) from error
 
     class ScaledAdamW8bit(AdamW8bit):
         """Scales gradients and skips a step by itself, at the price of one wait for the device."""

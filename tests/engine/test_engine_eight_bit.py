@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,8 +41,24 @@ def gradients(net: nn.Module, step: int) -> None:
     (net(x) - 1.0).square().mean().backward()
 
 
+def test_a_torchao_that_was_built_for_another_torch_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        build_optimizer(SimpleModel(8, 1), training("8bit"))
+    assert str(caught.value) == (
+        "training.optimizer_states=8bit needs torchao, which cannot be imported: undefined symbol: _ZN3c10; "
+        "install the torchao that was built for this torch, or set training.optimizer_states to bf16"
+    )
+
+
 def test_without_torchao_the_sentence_names_it_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UsageError) as error:
         build_optimizer(SimpleModel(8, 1), training("8bit"))
     assert str(error.value) == (
