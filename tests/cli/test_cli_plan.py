@@ -82,6 +82,11 @@ def test_for_people_it_fits_the_terminal(capsys: Any, monkeypatch: pytest.Monkey
         (("--preset", "full", "--gpu", "XYZ"), ("--gpu XYZ", "H200")),
         (("--preset", "full", "--gpu", "H100", "--world-size", "6", "--set", "parallel.tensor=4"), ("6", "=4")),
         (("--preset", "nosuch", "--gpu", "H100"), ("nosuch",)),
+        # What `train` would refuse is not said to fit.
+        (
+            ("--preset", "full", "--gpu", "H100", "--world-size", "8", "--set", "training.global_batch=5"),
+            ("MC833", "global_batch=5", "batch_size*dp=8"),
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(capsys: Any, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
