@@ -44,6 +44,18 @@ class Account:
     largest: Sequence[Mapping[str, Any]] = ()
     snapshot: str = ""
     limits: Mapping[str, Any] = field(default_factory=dict)
+    resident: int | None = None  # of host memory; what the device holds is `allocated`
+
+    @property
+    def unnamed(self) -> int:
+        """Host memory that is no tensor of the model or its optimizer: lists, caches, activations, libraries."""
+        return max(0, (self.resident or 0) - sum(self.categories.values()))
+
+    @property
+    def most(self) -> int | None:
+        """What there is of this memory: the device's, or the host's as far as this rank may take it."""
+        bounds = [_number(self.limits.get(name)) for name in ("total", "address_space", "cgroup")]
+        return self.total or min((bound for bound in bounds if bound), default=None)
 
     @property
     def fragmented(self) -> bool:
@@ -91,6 +103,7 @@ def _from_record(record: Mapping[str, Any]) -> Account:
         largest=[item for item in largest if isinstance(item, dict)] if isinstance(largest, list) else (),
         snapshot=str(record.get("snapshot") or ""),
         limits=_mapping(record.get("limits")),
+        resident=_number(record.get("rss")) if record.get("kind") == "host" else None,
     )
 
 
@@ -117,11 +130,12 @@ def memory_facts(account: Account, plan: Mapping[str, Any]) -> list[str]:
         facts.append(f"observed: it asked for {_size(account.requested)}{of}")
     facts += _host_facts(account)
     if account.categories:
-        held = sorted(account.categories.items(), key=lambda item: -item[1])
+        named = {**account.categories, **({"everything else": account.unnamed} if account.unnamed else {})}
+        held = sorted(named.items(), key=lambda item: -item[1])
         facts.append("observed: in use " + ", ".join(f"{name} {_size(size)}" for name, size in held))
     elif account.allocated is not None:
         facts.append(f"observed: torch has {_size(account.allocated)} in use")
-    worth = _WORTH_SHOWING * max(sum(account.categories.values()), account.allocated or 0)
+    worth = _WORTH_SHOWING * max(sum(account.categories.values()), account.allocated or 0, account.resident or 0)
     shown = [item for item in account.largest[:_SHOWN] if (_number(item.get("bytes")) or 0) >= worth]
     facts += [f"observed: {_holding(item)}" for item in shown]
     if account.free_in_pieces >= (account.requested or GIB):
@@ -162,18 +176,18 @@ def _size(value: Any) -> str:
 
 def memory_fixes(account: Account, plan: Mapping[str, Any]) -> list[str]:
     """The smallest change that fits, where the plan of the run knows one; else what the largest category suggests."""
-    most = account.total or _number(account.limits.get("total"))
-    if account.requested is not None and most is not None and account.requested > most:
+    if account.requested is not None and account.most is not None and account.requested > account.most:
         return [f"one allocation of {_size(account.requested)} is more than there is: the sizes on that line are wrong"]
     if account.fragmented:
         return [
             "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves no such pieces",
             "keep shapes the same from step to step: pad batches to one length",
         ]
-    planned = _planned_fix(account, plan)
+    # What the plan saves is the device's: it says nothing to a host that is short of memory.
+    planned = _planned_fix(account, plan) if account.resident is None else []
     if planned:
         return planned
-    if not account.categories:
+    if not account.categories or account.unnamed > max(account.categories.values()):
         return []
     held = max(account.categories, key=lambda name: account.categories[name])
     if held in ("parameters", "gradients", "optimizer"):
