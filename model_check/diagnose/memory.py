@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from model_check.diagnose.collectives import ranks_text
@@ -48,8 +48,8 @@ class Account:
 
     @property
     def unnamed(self) -> int:
-        """Host memory that is no tensor of the model or its optimizer: lists, caches, activations, libraries."""
-        return max(0, (self.resident or 0) - sum(self.categories.values()))
+        """What is in use and of no category: on a host lists, caches, activations, libraries."""
+        return max(0, (self.resident or self.allocated or 0) - sum(self.categories.values()))
 
     @property
     def most(self) -> int | None:
@@ -74,9 +74,16 @@ class Account:
 def memory_account(rank: RankEvidence, exception: Mapping[str, Any]) -> Account:
     """The rank's own record of its last moment without memory, or what the message says."""
     records = [record for record in rank.happened("out_of_memory") if "failed" not in record]
-    if records:
-        return _from_record(records[-1])
-    return _from_message(str(exception.get("message") or ""))
+    told = _from_message(str(exception.get("message") or ""))
+    if not records:
+        return told
+    account = _from_record(records[-1])
+    if records[-1].get("kind") == "host" or account.total is not None:
+        return account
+    # The allocator of the device was not ours to watch: the rank knows whose tensors there are, the message how much.
+    return replace(
+        told, requested=account.requested or told.requested, categories=account.categories, largest=account.largest
+    )
 
 
 def _number(value: Any) -> int | None:
@@ -125,17 +132,17 @@ def _from_message(message: str) -> Account:
 def memory_facts(account: Account, plan: Mapping[str, Any]) -> list[str]:
     """The lines of evidence that a finding about memory carries."""
     facts = []
+    worth = _WORTH_SHOWING * max(sum(account.categories.values()), account.allocated or 0, account.resident or 0)
     if account.requested is not None:
         of = f" with {_size(account.free)} free of {_size(account.total)}" if account.total is not None else ""
         facts.append(f"observed: it asked for {_size(account.requested)}{of}")
     facts += _host_facts(account)
     if account.categories:
-        named = {**account.categories, **({"everything else": account.unnamed} if account.unnamed else {})}
+        named = {**account.categories, **({"everything else": account.unnamed} if account.unnamed > worth else {})}
         held = sorted(named.items(), key=lambda item: -item[1])
         facts.append("observed: in use " + ", ".join(f"{name} {_size(size)}" for name, size in held))
     elif account.allocated is not None:
         facts.append(f"observed: torch has {_size(account.allocated)} in use")
-    worth = _WORTH_SHOWING * max(sum(account.categories.values()), account.allocated or 0, account.resident or 0)
     shown = [item for item in account.largest[:_SHOWN] if (_number(item.get("bytes")) or 0) >= worth]
     facts += [f"observed: {_holding(item)}" for item in shown]
     if account.free_in_pieces >= (account.requested or GIB):
@@ -189,6 +196,8 @@ def memory_fixes(account: Account, plan: Mapping[str, Any]) -> list[str]:
         return planned
     if not account.categories or account.unnamed > max(account.categories.values()):
         return []
+    if account.allocated is None and account.resident is None:
+        return []  # the largest of those that are known may be next to nothing
     held = max(account.categories, key=lambda name: account.categories[name])
     if held in ("parameters", "gradients", "optimizer"):
         return [

@@ -142,6 +142,37 @@ def test_a_list_that_fills_the_host_is_not_blamed_on_the_parameters(stage: Any) 
     assert not any("FSDP" in line or "batch_size" in line for line in finding.fix)
 
 
+UNWATCHED = {
+    **dict.fromkeys(("total", "free", "allocated", "largest_piece")),
+    "free_in_pieces": None,
+    "snapshot": None,
+    "rss": GIB,
+    "categories": {"parameters": 16 << 10},
+    "largest": [{"bytes": 16 << 10, "count": 1, "category": "parameters", "name": "weight", "line": ""}],
+    "limits": HOST_LIMITS,
+}
+
+
+def test_where_the_allocator_was_not_watched_the_message_has_the_sizes(stage: Any) -> None:
+    """Raised in another process, or by a torch that lets nobody watch: host numbers say nothing about the device."""
+    finding = failed(stage, **UNWATCHED)
+    said = "\n".join(finding.evidence)
+    assert finding.code == "MC501"
+    assert "it asked for 2.00 GiB with 1.25 GiB free of 139.72 GiB" in said
+    assert "in use everything else 137.00 GiB, parameters 0 MiB" in said
+    assert "the host has" not in said and not any("parameters take most" in line for line in finding.fix)
+
+
+def test_pieces_that_only_the_message_names_are_fragmentation(stage: Any) -> None:
+    finding = failed(stage, message=MESSAGE.replace("512.00 MiB is reserved", "15.00 GiB is reserved"), **UNWATCHED)
+    assert finding.code == "MC502" and "expandable_segments" in finding.fix[0]
+
+
+def test_without_any_size_nothing_is_said_to_take_most(stage: Any) -> None:
+    finding = failed(stage, message="CUDA out of memory.", **UNWATCHED)
+    assert finding.code == "MC501" and finding.fix[0].startswith("halve batch_size")
+
+
 def test_one_tensor_larger_than_the_limit_of_a_rank_is_a_wrong_size(stage: Any) -> None:
     finding = failed(stage, "RuntimeError", HOST_MESSAGE, **HOST, requested=4 * GIB, limits=HOST_LIMITS)
     assert finding.fix == ["one allocation of 4.00 GiB is more than there is: the sizes on that line are wrong"]
