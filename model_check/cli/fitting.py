@@ -62,7 +62,8 @@ def fit_to_gpus(
     if config.parallel.strategy == "auto":
         found = advise(job, eight_bit=eight_bit, host_bytes=host_bytes, may_change=_free_keys(config))
         if found is not None and found.changes:
-            say(f"plan: {describe_need(option)}; parallel.strategy=auto takes {found.as_flags}")
+            taken = f"{found.as_flags}{_torchao_hint(job, found)}"
+            say(f"plan: {describe_need(option)}; parallel.strategy=auto takes {taken}")
             changed = replace(job, config=config.with_values(found.changes, "plan"))
             return Fitted(changed.config, run_plan(changed, changed.as_configured()))
     if not option.memory.cannot_fit(device.memory_bytes):
@@ -115,8 +116,24 @@ def _free_keys(config: Config) -> frozenset[str]:
 
 
 def _remedy(job: Job, found: Advice | None) -> str:
+    if found is None and job.config.training.oom_retry:
+        # Repeating a step on one rank alone needs whole models, which is what does not fit.
+        settled = replace(job, config=job.config.with_values({"training.oom_retry": False}, "plan"))
+        found = advise(settled, eight_bit=torchao_is_installed(), host_bytes=0)
+        if found is not None:
+            found = replace(found, changes={"training.oom_retry": False, **found.changes})
     if found is not None:
-        return f"add {found.as_flags} ({found.option.memory.needed / GIB:.1f} GiB), or --force to try all the same"
-    gpus = fewest_gpus(job)
-    more = f"it fits from {gpus} such GPUs on" if gpus else "take a smaller model"
-    return f"{more}, or --force to try all the same"
+        fits = f"add {found.as_flags} ({found.option.memory.needed / GIB:.1f} GiB)"
+    elif gpus := fewest_gpus(job):
+        fits = f"it fits from {gpus} such GPUs on"
+    else:
+        fits = "take a smaller model or a shorter training.context_length"
+    return f"{fits}{_torchao_hint(job, found)}, or --force to try all the same"
+
+
+def _torchao_hint(job: Job, found: Advice | None) -> str:
+    """Where a package that is missing would do better than offloading, or than nothing."""
+    if torchao_is_installed() or (found is not None and not found.option.load.offloads):
+        return ""
+    small = advise(job, eight_bit=True, host_bytes=0)
+    return f"; with torchao (pip install torchao) {small.as_flags} is enough" if small is not None else ""

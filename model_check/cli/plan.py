@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from model_check.cli.flags import configured, flag_values
-from model_check.config import Config, ModelShape, resolve_shape
-from model_check.errors import UsageError
+from model_check.config import Config, ModelShape, check_world, resolve_shape
+from model_check.errors import ConfigError, UsageError
 from model_check.observe.nvml import read_gpus
 from model_check.plan.advice import Advice, advise, changes_of, fewest_gpus
 from model_check.plan.devices import Device, device_named, parse_device
@@ -48,7 +48,7 @@ def plan(
     resolved = configured(preset, False, config or [], overrides or [], flag_values(batch_size=batch_size))
     device, ranks = _machine(gpu, world_size)
     job = Job(resolved, shape_of(resolved), ranks, device, gpus_per_host)
-    _check_cuts(job)
+    _check_ranks(job)
     option = job.as_configured()
     found = advise(job)
     if as_json:
@@ -76,7 +76,8 @@ def _machine(gpu: str | None, world_size: int | None) -> tuple[Device, int]:
     return device_named(here[0].name, here[0].memory_total), world_size or len(here)
 
 
-def _check_cuts(job: Job) -> None:
+def _check_ranks(job: Job) -> None:
+    """What training on this many ranks would refuse is not planned for."""
     parallel = job.config.parallel
     cut = parallel.tensor * parallel.pipeline * parallel.context
     if job.world_size % cut:
@@ -84,6 +85,8 @@ def _check_cuts(job: Job) -> None:
             f"--world-size {job.world_size} is not a multiple of parallel.tensor*pipeline*context={cut}",
             remedy=f"plan for {cut * max(1, job.world_size // cut)} GPUs, or change the sizes",
         )
+    if problems := check_world(job.config, job.world_size):
+        raise ConfigError(problems)
 
 
 def plan_record(job: Job, option: Option, found: Advice | None) -> dict[str, Any]:
@@ -221,26 +224,17 @@ def _show_options(console: Console, job: Job, option: Option) -> None:
 
 
 def _worth_showing(job: Job, option: Option) -> Iterator[Option]:
-    """All of the cut that is configured; of the others the fastest that fits, the best few of them."""
+    """All of the cut that is configured, as training would gather it; of the others the fastest few that fit."""
     cut = (option.layout.tensor, option.layout.pipeline)
-    rows = [o for o in job.options() if (o.layout.tensor, o.layout.pipeline) == cut]
-    yield from _one_gathering(rows)
+    for other in job.options():
+        if (other.layout.tensor, other.layout.pipeline) == cut and "fsdp.reshard" not in changes_of(job, other):
+            yield other
     best: dict[tuple[int, int], Option] = {}
     for other in job.options():
         key = (other.layout.tensor, other.layout.pipeline)
         if key != cut and other.fits and (key not in best or other.seconds_per_token < best[key].seconds_per_token):
             best[key] = other
     yield from sorted(best.values(), key=lambda o: o.seconds_per_token)[:SHOWN_CUTS]
-
-
-def _one_gathering(rows: Sequence[Option]) -> Iterator[Option]:
-    """Of two that differ only in whether gathered parameters are kept: kept where that fits, else freed."""
-    seen: dict[tuple[str, str], Option] = {}
-    for row in rows:
-        key = (row.layout.strategy, row.load.recomputation)
-        if key not in seen or (row.fits and not seen[key].fits) or (not seen[key].fits and not row.fits):
-            seen[key] = row
-    return iter(seen.values())
 
 
 def _layout_text(option: Option, *, short: bool = False) -> str:

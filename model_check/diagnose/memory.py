@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from model_check.diagnose.collectives import ranks_text
@@ -44,6 +44,18 @@ class Account:
     largest: Sequence[Mapping[str, Any]] = ()
     snapshot: str = ""
     limits: Mapping[str, Any] = field(default_factory=dict)
+    resident: int | None = None  # of host memory; what the device holds is `allocated`
+
+    @property
+    def unnamed(self) -> int:
+        """What is in use and of no category: on a host lists, caches, activations, libraries."""
+        return max(0, (self.resident or self.allocated or 0) - sum(self.categories.values()))
+
+    @property
+    def most(self) -> int | None:
+        """What there is of this memory: the device's, or the host's as far as this rank may take it."""
+        bounds = [_number(self.limits.get(name)) for name in ("total", "address_space", "cgroup")]
+        return self.total or min((bound for bound in bounds if bound), default=None)
 
     @property
     def fragmented(self) -> bool:
@@ -62,9 +74,16 @@ class Account:
 def memory_account(rank: RankEvidence, exception: Mapping[str, Any]) -> Account:
     """The rank's own record of its last moment without memory, or what the message says."""
     records = [record for record in rank.happened("out_of_memory") if "failed" not in record]
-    if records:
-        return _from_record(records[-1])
-    return _from_message(str(exception.get("message") or ""))
+    told = _from_message(str(exception.get("message") or ""))
+    if not records:
+        return told
+    account = _from_record(records[-1])
+    if records[-1].get("kind") == "host" or account.total is not None:
+        return account
+    # The allocator of the device was not ours to watch: the rank knows whose tensors there are, the message how much.
+    return replace(
+        told, requested=account.requested or told.requested, categories=account.categories, largest=account.largest
+    )
 
 
 def _number(value: Any) -> int | None:
@@ -91,6 +110,7 @@ def _from_record(record: Mapping[str, Any]) -> Account:
         largest=[item for item in largest if isinstance(item, dict)] if isinstance(largest, list) else (),
         snapshot=str(record.get("snapshot") or ""),
         limits=_mapping(record.get("limits")),
+        resident=_number(record.get("rss")) if record.get("kind") == "host" else None,
     )
 
 
@@ -112,16 +132,17 @@ def _from_message(message: str) -> Account:
 def memory_facts(account: Account, plan: Mapping[str, Any]) -> list[str]:
     """The lines of evidence that a finding about memory carries."""
     facts = []
+    worth = _WORTH_SHOWING * max(sum(account.categories.values()), account.allocated or 0, account.resident or 0)
     if account.requested is not None:
         of = f" with {_size(account.free)} free of {_size(account.total)}" if account.total is not None else ""
         facts.append(f"observed: it asked for {_size(account.requested)}{of}")
     facts += _host_facts(account)
     if account.categories:
-        held = sorted(account.categories.items(), key=lambda item: -item[1])
+        named = {**account.categories, **({"everything else": account.unnamed} if account.unnamed > worth else {})}
+        held = sorted(named.items(), key=lambda item: -item[1])
         facts.append("observed: in use " + ", ".join(f"{name} {_size(size)}" for name, size in held))
     elif account.allocated is not None:
         facts.append(f"observed: torch has {_size(account.allocated)} in use")
-    worth = _WORTH_SHOWING * max(sum(account.categories.values()), account.allocated or 0)
     shown = [item for item in account.largest[:_SHOWN] if (_number(item.get("bytes")) or 0) >= worth]
     facts += [f"observed: {_holding(item)}" for item in shown]
     if account.free_in_pieces >= (account.requested or GIB):
@@ -162,19 +183,21 @@ def _size(value: Any) -> str:
 
 def memory_fixes(account: Account, plan: Mapping[str, Any]) -> list[str]:
     """The smallest change that fits, where the plan of the run knows one; else what the largest category suggests."""
-    most = account.total or _number(account.limits.get("total"))
-    if account.requested is not None and most is not None and account.requested > most:
+    if account.requested is not None and account.most is not None and account.requested > account.most:
         return [f"one allocation of {_size(account.requested)} is more than there is: the sizes on that line are wrong"]
     if account.fragmented:
         return [
             "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves no such pieces",
             "keep shapes the same from step to step: pad batches to one length",
         ]
-    planned = _planned_fix(account, plan)
+    # What the plan saves is the device's: it says nothing to a host that is short of memory.
+    planned = _planned_fix(account, plan) if account.resident is None else []
     if planned:
         return planned
-    if not account.categories:
+    if not account.categories or account.unnamed > max(account.categories.values()):
         return []
+    if account.allocated is None and account.resident is None:
+        return []  # the largest of those that are known may be next to nothing
     held = max(account.categories, key=lambda name: account.categories[name])
     if held in ("parameters", "gradients", "optimizer"):
         return [

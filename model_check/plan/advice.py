@@ -103,10 +103,12 @@ def changes_of(job: Job, option: Option) -> dict[str, Any]:
         "fsdp.cpu_offload": load.offloads,
     }
     changed = {key: value for key, value in wanted.items() if value != _value(job, key)}
+    if job.gathering_of(layout, load) != layout:
+        changed["fsdp.reshard"] = "off" if layout.keep_gathered else "on"
     named = config.parallel.strategy
     if named != "auto" and named != layout.strategy:
         changed["parallel.strategy"] = layout.strategy
-    elif named == "auto" and changed and job.world_size > 1:
+    elif named == "auto" and job.world_size > 1 and (changed or layout.strategy != job.configured_strategy):
         # Named, for what `auto` would take depends on the machine it runs on.
         changed["parallel.strategy"] = layout.strategy
     if load.micro_batches != _micro_batches_after(job, changed):

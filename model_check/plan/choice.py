@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from model_check.config import Config, ModelShape
+from model_check.config.sections import Switch
 from model_check.plan.layout import Layout, Strategy
 from model_check.plan.memory import GIB, MemoryPlan, plan_memory, plan_state
 from model_check.plan.workload import workload_of
@@ -50,7 +52,10 @@ def choose_layout(
     base = candidates["ddp"]
 
     def settled(strategy: Strategy) -> Layout:
-        return with_gathering(config, candidates[strategy], parameters, shape, gpu_bytes)
+        def memory_of(layout: Layout) -> MemoryPlan:
+            return estimate(config, layout, parameters, shape)
+
+        return with_gathering(config.fsdp.reshard, candidates[strategy], memory_of, gpu_bytes)
 
     if parallel.strategy != "auto":
         return replace(settled(parallel.strategy), why=f"parallel.strategy={parallel.strategy}")
@@ -75,16 +80,15 @@ def choose_layout(
 
 
 def with_gathering(
-    config: Config, layout: Layout, parameters: int, shape: ModelShape | None, gpu_bytes: int | None
+    reshard: Switch, layout: Layout, memory_of: Callable[[Layout], MemoryPlan], gpu_bytes: int | None
 ) -> Layout:
     """Gathered parameters are kept for the whole step where that fits: each gather less is time won."""
-    wanted = config.fsdp.reshard
-    if wanted != "auto":
-        return replace(layout, keep_gathered=wanted == "off")
+    if reshard != "auto":
+        return replace(layout, keep_gathered=reshard == "off")
     if not layout.shards or gpu_bytes is None:
         return layout
-    kept = estimate(config, replace(layout, keep_gathered=True), parameters, shape)
-    return replace(layout, keep_gathered=kept.fits_with_ease(gpu_bytes))
+    kept = replace(layout, keep_gathered=True)
+    return replace(layout, keep_gathered=memory_of(kept).fits_with_ease(gpu_bytes))
 
 
 def _reason(layout: Layout, needed: dict[Strategy, float], gpu_bytes: int) -> str:

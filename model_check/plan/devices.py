@@ -28,6 +28,8 @@ class Device:
 
     def peak(self, precision: str) -> float | None:
         """Dense FLOP/s of the matrix products of this precision (fp8 counts against bf16, as in the metrics)."""
+        if precision == "fp8" and peak_flops(self.name, "fp8") is None:
+            return None
         return peak_flops(self.name, precision.replace("fp8", "bf16"))
 
 
@@ -72,11 +74,12 @@ def _key(text: str) -> str:
 
 
 def parse_device(text: str) -> Device:
-    """What `--gpu` names: a GPU (`H100`, `A100-40`, `NVIDIA H200`) or a size in GiB (`141`, `80GB`)."""
+    """What `--gpu` names: a GPU (`H100`, `A100-40`, `4090`, `NVIDIA H200`) or a size in GiB (`141`, `80GB`)."""
+    # Names first: to most people 4090 is a GPU of 24 GB and not one of 4090 GiB.
+    found = _lookup(text) or _lookup(f"RTX-{text}")
     size = _SIZE.fullmatch(text.strip())
-    if size is not None and float(size[1]) > 0:
+    if found is None and size is not None and float(size[1]) > 0:
         return Device(f"{float(size[1]):g} GiB", round(float(size[1]) * GIB))
-    found = _lookup(text)
     if found is None:
         raise UsageError(
             f"--gpu {text} is neither a GPU that the plan knows nor a size",

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from model_check.config import Config, ModelShape
 from model_check.config.layouts import layout_problems, replica_problems
-from model_check.plan.choice import choose_layout
+from model_check.plan.choice import choose_layout, with_gathering
 from model_check.plan.devices import Device
 from model_check.plan.layout import Layout, Strategy
 from model_check.plan.memory import MemoryPlan, plan_memory
@@ -81,6 +82,11 @@ class Job:
         )
         return self.option(layout, workload_of(self.config, self.world_size))
 
+    @cached_property
+    def configured_strategy(self) -> Strategy:
+        """What `auto` comes to here, or what is named."""
+        return self.as_configured().layout.strategy
+
     def options(self, **changed: Any) -> list[Option]:
         """Every strategy, cut and recomputation at this micro-batch or, where that is too much, a smaller one."""
         load = replace(workload_of(self.config, self.world_size), **changed)
@@ -89,15 +95,26 @@ class Job:
             for layout in self._layouts(load)
             if self._allowed(layout, load)
             for recomputation in RECOMPUTATIONS
-            if (option := self._best_micro_batch(layout, replace(load, recomputation=recomputation))) is not None
+            for option in self._gatherings(layout, replace(load, recomputation=recomputation))
         ]
+
+    def gathering_of(self, layout: Layout, load: Workload) -> Layout:
+        """The layout with gathered parameters kept or freed as training would have it: at this load, on this device."""
+
+        def memory_of(kept: Layout) -> MemoryPlan:
+            return plan_memory(self.shape, load, kept)
+
+        return with_gathering(self.config.fsdp.reshard, layout, memory_of, self.device.memory_bytes)
 
     def largest_batch(self, option: Option) -> int:
         """The largest micro-batch that fits, whatever the global batch becomes; 0 where not even one sequence does."""
 
+        settles_itself = self.gathering_of(option.layout, option.load) == option.layout
+
         def fits(batch: int) -> bool:
-            memory = plan_memory(self.shape, replace(option.load, batch=batch), option.layout)
-            return memory.fits(self.device.memory_bytes)
+            load = replace(option.load, batch=batch)
+            layout = self.gathering_of(option.layout, load) if settles_itself else option.layout
+            return plan_memory(self.shape, load, layout).fits(self.device.memory_bytes)
 
         if not fits(1):
             return 0
@@ -143,16 +160,19 @@ class Job:
         group = self.config.parallel.shard or math.gcd(base.data_parallel, in_host)
         if 1 < group < base.data_parallel:
             hybrid = replace(base, strategy="hsdp", replicate=base.data_parallel // group, shard=group)
-            yield from self._gatherings(hybrid)
+            yield hybrid
         if base.data_parallel > 1 or load.offloads or self.config.parallel.strategy == "fsdp":
-            yield from self._gatherings(replace(base, strategy="fsdp", replicate=1, shard=base.data_parallel))
+            yield replace(base, strategy="fsdp", replicate=1, shard=base.data_parallel)
 
-    def _gatherings(self, layout: Layout) -> Iterator[Layout]:
-        wanted = self.config.fsdp.reshard
-        if wanted != "on":
-            yield replace(layout, keep_gathered=True)
-        if wanted != "off":
-            yield replace(layout, keep_gathered=False)
+    def _gatherings(self, layout: Layout, load: Workload) -> Iterator[Option]:
+        """As training would gather; and with all kept where that fits, but not with the ease that `auto` asks for."""
+        settled = self._best_micro_batch(layout, load, kept=False)
+        if settled is not None:
+            yield settled
+        if layout.shards and self.config.fsdp.reshard == "auto":
+            kept = self._best_micro_batch(layout, load, kept=True)
+            if kept is not None and kept.fits and self.gathering_of(kept.layout, kept.load) != kept.layout:
+                yield kept
 
     def _cuts(self) -> Iterator[tuple[int, int]]:
         """Sizes of tensor and pipeline groups that divide the model and the job; tensor groups stay in a host."""
@@ -168,20 +188,27 @@ class Job:
                 if not cut and self.world_size % (tensor * pipeline * context) == 0:
                     yield tensor, pipeline
 
-    def _best_micro_batch(self, layout: Layout, load: Workload) -> Option | None:
-        """The micro-batch of the configuration, halved until it fits; None where the global batch cannot be kept."""
+    def _best_micro_batch(self, layout: Layout, load: Workload, *, kept: bool) -> Option | None:
+        """The micro-batch of the configuration, halved until it fits; None where the global batch cannot be kept.
+
+        A pipeline waits less with more micro-batches: there the fastest of those that fit is taken.
+
+        kept   gathered parameters are kept, whatever training would do
+        """
         compiled = self.config.training.compile == "on" or (
             self.config.training.compile == "auto" and layout.tensor == 1
         )
         batch = load.batch
-        option: Option | None = None
-        while True:
+        best: Option | None = None
+        while batch >= 1:
             samples = batch * layout.data_parallel
             if self.global_batch % samples == 0:
-                micro_batches = self.global_batch // samples
-                option = self.option(layout, replace(load, batch=batch, micro_batches=micro_batches, compiled=compiled))
-                if option.fits:
-                    return option
-            if batch == 1:
-                return option
+                cut = replace(load, batch=batch, micro_batches=self.global_batch // samples, compiled=compiled)
+                gathers = replace(layout, keep_gathered=True) if kept else self.gathering_of(layout, cut)
+                option = self.option(gathers, cut)
+                if best is None or not best.fits or (option.fits and option.seconds_per_token < best.seconds_per_token):
+                    best = option
+                if best.fits and layout.pipeline == 1:
+                    break
             batch //= 2
+        return best

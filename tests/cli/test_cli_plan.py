@@ -14,6 +14,7 @@ import pytest
 from model_check.cli.fitting import Fitted, fit_to_gpus, smallest_device
 from model_check.cli.main import main
 from model_check.config import load_config
+from model_check.config.eight_bit import torchao_is_installed
 from model_check.errors import UsageError
 from model_check.launch import Gpu
 
@@ -82,6 +83,11 @@ def test_for_people_it_fits_the_terminal(capsys: Any, monkeypatch: pytest.Monkey
         (("--preset", "full", "--gpu", "XYZ"), ("--gpu XYZ", "H200")),
         (("--preset", "full", "--gpu", "H100", "--world-size", "6", "--set", "parallel.tensor=4"), ("6", "=4")),
         (("--preset", "nosuch", "--gpu", "H100"), ("nosuch",)),
+        # What `train` would refuse is not said to fit.
+        (
+            ("--preset", "full", "--gpu", "H100", "--world-size", "8", "--set", "training.global_batch=5"),
+            ("MC833", "global_batch=5", "batch_size*dp=8"),
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(capsys: Any, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -139,6 +145,30 @@ def test_a_run_that_cannot_fit_stops_with_the_nearest_that_does() -> None:
     assert refused.value.code == "MC503" and refused.value.exit_code == 2
     assert "a rank needs 502.9 GiB of the GPU's 79.6" in refused.value.message
     assert "--set parallel.strategy=fsdp" in refused.value.remedy and "--force" in refused.value.remedy
+
+
+@pytest.mark.skipif(torchao_is_installed(), reason="torchao is here: auto takes 8-bit states by itself")
+def test_states_of_8_bits_are_named_where_only_their_package_is_missing() -> None:
+    hint = "with torchao (pip install torchao) --set training.optimizer_states=8bit is enough"
+    try:
+        _, said = fit("14b", gpus(140))
+    except UsageError as refused:  # a host that is too small to offload to
+        assert refused.code == "MC503"
+        said = [refused.remedy]
+    assert len(said) == 1 and hint in said[0]
+
+
+def test_a_retry_that_leaves_no_way_is_to_be_dropped() -> None:
+    with pytest.raises(UsageError) as refused:
+        fit("full", gpus(80, 8, "NVIDIA H100 80GB HBM3"), "parallel.strategy=ddp", "training.oom_retry=true")
+    assert refused.value.code == "MC503"
+    assert "add --set training.oom_retry=false --set parallel.strategy=fsdp (" in refused.value.remedy
+
+
+def test_what_no_number_of_gpus_can_hold_may_be_too_long() -> None:
+    with pytest.raises(UsageError) as refused:
+        fit("full", gpus(80, 8, "NVIDIA H100 80GB HBM3"), "training.context_length=1000000")
+    assert refused.value.code == "MC503" and "a shorter training.context_length" in refused.value.remedy
 
 
 def test_force_starts_it_all_the_same() -> None:

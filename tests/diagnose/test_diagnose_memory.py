@@ -113,6 +113,71 @@ def test_host_memory_has_the_hosts_numbers(stage: Any) -> None:
     assert "the host has 3.00 GiB of 64.00 GiB left; its address space is limited to 8.00 GiB" in said
 
 
+HOST = {"total": None, "free": None, "allocated": None, "free_in_pieces": 0, "snapshot": "", "kind": "host"}
+HOST_LIMITS = {"total": 64 * GIB, "available": 60 * GIB, "address_space": 3 * GIB, "cgroup": None}
+HOST_MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 268435456 bytes"
+
+
+def test_a_list_that_fills_the_host_is_not_blamed_on_the_parameters(stage: Any) -> None:
+    """Of 2.3 GiB the model has 16 KiB: sharing that among ranks would cure nothing."""
+    write_json_atomic(
+        stage.run_dir.plan, {"remedies": [{"flags": "--set training.batch_size=1", "saves_gib": 9.0}], "memory": {}}
+    )
+    weight = {"bytes": 16 << 10, "count": 1, "category": "parameters", "name": "weight", "line": ""}
+    finding = failed(
+        stage,
+        "RuntimeError",
+        HOST_MESSAGE,
+        **HOST,
+        requested=GIB // 4,
+        rss=int(2.3 * GIB),
+        categories={"parameters": 16 << 10},
+        largest=[weight],
+        limits=HOST_LIMITS,
+    )
+    assert (finding.code, stage.line(finding)) == ("MC307", 36)
+    said = "\n".join(finding.evidence)
+    assert "in use everything else 2.30 GiB, parameters 0 MiB" in said and "of parameters (weight)" not in said
+    assert finding.fix[0].startswith("look for lists that keep tensors")
+    assert not any("FSDP" in line or "batch_size" in line for line in finding.fix)
+
+
+UNWATCHED = {
+    **dict.fromkeys(("total", "free", "allocated", "largest_piece")),
+    "free_in_pieces": None,
+    "snapshot": None,
+    "rss": GIB,
+    "categories": {"parameters": 16 << 10},
+    "largest": [{"bytes": 16 << 10, "count": 1, "category": "parameters", "name": "weight", "line": ""}],
+    "limits": HOST_LIMITS,
+}
+
+
+def test_where_the_allocator_was_not_watched_the_message_has_the_sizes(stage: Any) -> None:
+    """Raised in another process, or by a torch that lets nobody watch: host numbers say nothing about the device."""
+    finding = failed(stage, **UNWATCHED)
+    said = "\n".join(finding.evidence)
+    assert finding.code == "MC501"
+    assert "it asked for 2.00 GiB with 1.25 GiB free of 139.72 GiB" in said
+    assert "in use everything else 137.00 GiB, parameters 0 MiB" in said
+    assert "the host has" not in said and not any("parameters take most" in line for line in finding.fix)
+
+
+def test_pieces_that_only_the_message_names_are_fragmentation(stage: Any) -> None:
+    finding = failed(stage, message=MESSAGE.replace("512.00 MiB is reserved", "15.00 GiB is reserved"), **UNWATCHED)
+    assert finding.code == "MC502" and "expandable_segments" in finding.fix[0]
+
+
+def test_without_any_size_nothing_is_said_to_take_most(stage: Any) -> None:
+    finding = failed(stage, message="CUDA out of memory.", **UNWATCHED)
+    assert finding.code == "MC501" and finding.fix[0].startswith("halve batch_size")
+
+
+def test_one_tensor_larger_than_the_limit_of_a_rank_is_a_wrong_size(stage: Any) -> None:
+    finding = failed(stage, "RuntimeError", HOST_MESSAGE, **HOST, requested=4 * GIB, limits=HOST_LIMITS)
+    assert finding.fix == ["one allocation of 4.00 GiB is more than there is: the sizes on that line are wrong"]
+
+
 def test_one_tensor_larger_than_the_device_is_a_wrong_size(stage: Any) -> None:
     finding = failed(stage, requested=900 * GIB)
     assert finding.fix == ["one allocation of 900.00 GiB is more than there is: the sizes on that line are wrong"]

@@ -43,8 +43,13 @@ def test_the_advice_is_a_configuration_that_fits(preset: str, gpu: str, gpus: in
     changed = applied(asked, dict(found.changes))
     assert check_world(changed.config, gpus) == []
     assert changed.global_batch == asked.global_batch
+    # What was promised is what training will do, and whoever asks again is told to keep it.
     assert changed.as_configured().fits
-    if asked.as_configured().fits and strategy != "auto":
+    assert changed.as_configured().memory.needed == pytest.approx(found.option.memory.needed)
+    assert changed.as_configured().seconds_per_token == pytest.approx(found.option.seconds_per_token)
+    again = advise(changed)
+    assert again is not None and dict(again.changes) == {}
+    if asked.as_configured().fits:
         assert found.option.seconds_per_token <= asked.as_configured().seconds_per_token * 1.03
 
 
@@ -81,6 +86,15 @@ def test_14b_on_one_large_gpu() -> None:
     assert advise(plan, eight_bit=False, host_bytes=100 * GIB) is None
 
 
+def test_a_smaller_micro_batch_keeps_a_pipeline_busy() -> None:
+    """Both fit, and 48 micro-batches of one wait less for each other than 16 of three do."""
+    asked = job("14b", "A100-40", 8, "training.batch_size=6")
+    piped = [
+        o for o in asked.options() if (o.layout.tensor, o.layout.pipeline, o.load.recomputation) == (4, 2, "selective")
+    ]
+    assert [(o.load.batch, o.load.micro_batches, o.fits) for o in piped] == [(1, 48, True)] * len(piped) != []
+
+
 def test_results_are_left_alone_where_they_can_be() -> None:
     found = advise(job("32b", "H100", 8))
     assert found is not None
@@ -108,7 +122,11 @@ def test_405b_on_sixteen_thousand_gpus() -> None:
     plan = job("full", "H100", 16384, *sizes)
     found = advise(plan)
     assert found is not None and found.option.layout.tensor == 8 and found.option.layout.pipeline > 1
-    assert applied(plan, dict(found.changes)).as_configured().fits
+    pasted = applied(plan, dict(found.changes)).as_configured()
+    assert pasted.fits
+    # Gathering for each of 128 micro-batches would take twice as long as the step that was promised.
+    assert found.changes["fsdp.reshard"] == "off" and pasted.layout.keep_gathered
+    assert pasted.seconds_per_token == pytest.approx(found.option.seconds_per_token)
     # 16 bytes for each of 405 billion parameters fill 82 such GPUs before the first activation.
     assert fewest_gpus(job("full", "H100", 1, *sizes)) in (128, 256)
 
@@ -123,6 +141,20 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     assert nothing.largest_batch(nothing.as_configured()) == 0
     tiny = job("debug", "H200", 1, "model.vocab_size=64", "training.context_length=16")
     assert tiny.largest_batch(tiny.as_configured()) == LARGEST_BATCH
+
+
+@pytest.mark.parametrize(("recomputation", "largest"), [("none", 1), ("selective", 3), ("full", 15)])
+def test_the_largest_batch_in_shards_frees_what_was_gathered(recomputation: str, largest: int) -> None:
+    """Gathered parameters are kept while there is room for that, and never at a sequence's expense."""
+    sharded = ("parallel.strategy=fsdp", f"parallel.activation_checkpointing={recomputation}")
+    plan = job("full", "H100", 8, *sharded)
+    rows = [o for o in plan.options() if (o.layout.strategy, o.load.recomputation) == ("fsdp", recomputation)]
+    one_rank_each = [o for o in rows if not o.layout.splits_model and "fsdp.reshard" not in changes_of(plan, o)]
+    assert [plan.largest_batch(o) for o in one_rank_each] == [largest] == [plan.largest_batch(plan.as_configured())]
+    assert [
+        job("full", "H100", 8, *sharded, f"training.batch_size={b}").as_configured().fits
+        for b in (largest, largest + 1)
+    ] == [True, False]
 
 
 def test_remedies_save_what_they_say() -> None:
@@ -144,7 +176,17 @@ def test_remedies_save_what_they_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "gib"), [("141", 141), ("80GB", 80), ("23.5 GiB", 23.5), ("h100", 79.1), ("NVIDIA A100-SXM4-40GB", 39.4)]
+    ("text", "gib"),
+    [
+        ("141", 141),
+        ("80GB", 80),
+        ("23.5 GiB", 23.5),
+        ("h100", 79.1),
+        ("NVIDIA A100-SXM4-40GB", 39.4),
+        ("4090", 23.5),
+        ("3090", 23.6),
+        ("A6000", 47.4),
+    ],
 )
 def test_a_gpu_is_a_name_or_a_size(text: str, gib: float) -> None:
     assert parse_device(text).memory_bytes == round(gib * GIB)
@@ -155,6 +197,12 @@ def test_what_is_neither_is_refused_with_the_names(text: str) -> None:
     with pytest.raises(UsageError, match="neither a GPU") as refused:
         parse_device(text)
     assert "H200" in refused.value.remedy
+
+
+def test_a_gpu_without_fp8_has_no_speed_in_fp8() -> None:
+    assert job("production", "A100", 1, "training.precision=fp8").as_configured().speed is None
+    fast = job("production", "H100", 1, "training.precision=fp8").as_configured().speed
+    assert fast is not None and 0.5 < fast.mfu < 0.9
 
 
 def test_a_gpu_that_is_not_in_the_table_has_memory_and_no_speed() -> None:
