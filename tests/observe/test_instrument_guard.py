@@ -372,6 +372,25 @@ def test_the_replay_leaves_no_trace_in_the_script(watched: Callable[..., Script]
     assert all(torch.equal(torch.nan_to_num(left[name], 9.0), torch.nan_to_num(right[name], 9.0)) for name in left)
 
 
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, mask: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.scores + mask, dim=-1)
+
+
+def test_minus_infinity_in_a_mask_makes_no_sample_a_bad_one(watched: Callable[..., Script]) -> None:
+    mask = torch.zeros(6, 4)
+    mask[:3, 2:] = -math.inf  # meant: these rows see their first two places
+    mask[4] = -math.inf  # this one sees nothing
+    script = watched(Attention())
+    script.step(mask, lambda out: out.square().mean())
+    (event,) = script.events("nonfinite")
+    assert (event["cause"], event["op"], event["sample_ids"]) == ("MC408", "softmax", [4])
+
+
 COLLAPSE = """
 import torch
 torch.manual_seed(0)

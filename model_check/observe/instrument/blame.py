@@ -27,7 +27,7 @@ from model_check.observe.instrument.replaying import (
 )
 from model_check.observe.numerics.causes import Cause, Situation, judge_cause
 from model_check.observe.numerics.origins import Origin
-from model_check.observe.numerics.ranges import checkable
+from model_check.observe.numerics.ranges import ModuleRange, checkable
 
 _OUTLIER = 100.0
 _FIXES = {
@@ -164,11 +164,12 @@ def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = No
     if hit.late:
         return _report_late(hit)
     origin = hit.replay.origin if hit.replay is not None else None
-    if hit.scaler and origin is None:
-        return {**_body(hit, "MC403", [hit.scaler]), "location": _line(hit.place)}
+    seen_in_loss_code = hit.in_loss_code is not None and hit.in_loss_code.made_it
+    if hit.scaler and origin is None and not seen_in_loss_code:
+        return {**_body(hit, "MC403", []), "location": _line(hit.place)}
     if hit.direction == "backward" and origin is None and hit.in_loss_code is None:
         return _report_unexplained_gradient(hit) if is_alone() or hit.own.bad else None
-    if origin is not None and (hit.in_loss_code is None or not hit.in_loss_code.made_it):
+    if origin is not None and not seen_in_loss_code:
         body = _report_origin(hit, origin, history, rate)
         spoilt = history.steps > 0 and (origin.given or "").startswith("parameter")
         return _blaming_the_update(body, eps) if spoilt else body
@@ -195,7 +196,7 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
     with native.by_itself():
         samples = samples_with_bad_input(hit.call) or samples_alone(hit.call)
     cause = _judged(hit, origin, history, samples if _odd(hit.call, samples) else None, rate)
-    evidence = [*([hit.scaler] if hit.scaler else []), *cause.evidence]
+    evidence = list(cause.evidence)
     if not hit.replay.computes_loss and origin.direction == "backward":
         evidence.append("inferred: it was replayed with ones in place of the gradient of the script's own loss")
     return {
@@ -206,10 +207,15 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
         "location": site.location or f"{file}:{line}",
         "function": site.function or function,
         "tensor": origin.given or hit.own.bad.removeprefix("the ") or None,
-        "ranges": [entry.record() for entry in (origin.before or hit.replay.passed)],
+        "ranges": [entry.record() for entry in _passed_before(origin, hit.replay)],
         "deterministic": True,
         "sample_ids": samples if len(samples) < _batch_size(hit.call) else [],
     }
+
+
+def _passed_before(origin: Origin, replay: Replay) -> Sequence[ModuleRange]:
+    """What was met at the very end has the whole pass before it; an input, a weight, the first module have nothing."""
+    return origin.before or (replay.passed if origin.received else ())
 
 
 def _blaming_the_update(body: dict[str, Any], eps: float | None) -> dict[str, Any]:
@@ -256,10 +262,14 @@ def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, A
         return {**_body(hit, "MC409", evidence), "deterministic": False, "location": _line(hit.place)}
     cause = _judged(hit, None, history, None, rate)
     plain = [f"inferred: the operation is not known: {hit.why_not}"] if hit.why_not else []
-    evidence = [*cause.evidence, *plain, *_inputs_text(hit)]
+    samples = _bad_inputs(hit)
+    held = ["observed: the batch held NaN or infinity before its forward began"] if samples else []
+    code = "MC404" if samples and cause.code == "MC401" else cause.code
+    evidence = [*cause.evidence, *plain, *held]
     called = hit.call.line() if hit.call is not None else None
     where = f"{called[0]}:{called[1]}" if called is not None else _line(hit.place)
-    return {**_body(hit, cause.code, evidence), "location": where, "function": called[2] if called else None}
+    where_called = {"location": where, "function": called[2] if called else None}
+    return {**_body(hit, code, evidence), **where_called, "sample_ids": samples}
 
 
 def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
@@ -293,6 +303,8 @@ def _body(hit: Hit, cause: str, evidence: list[str]) -> dict[str, Any]:
         mixed = is_alone() or (hit.brought is not None and hit.brought.spreads)
         when = "" if mixed else ", before any exchange"
         evidence = [f"observed: {hit.own.bad} held a number that is not finite on this rank{when}", *evidence]
+    if hit.scaler:
+        evidence = [hit.scaler, *evidence]
     if hit.brought is not None and hit.brought.spreads:
         number = hit.brought.number
         evidence = [*evidence, f"observed: exchange {number} of the step was the first that it brought a NaN to"]
@@ -313,11 +325,10 @@ def _line(place: Place | None) -> str | None:
     return f"{place.file}:{place.line}" if place is not None else None
 
 
-def _inputs_text(hit: Hit) -> list[str]:
+def _bad_inputs(hit: Hit) -> list[int]:
     if hit.call is None or hit.why_not == "what its forward was given is no longer there":
         return []
-    bad = samples_with_bad_input(hit.call)
-    return [f"observed: sample {number} of the batch holds NaN or infinity" for number in bad[:3]]
+    return samples_with_bad_input(hit.call)
 
 
 # The causes
