@@ -372,6 +372,31 @@ def test_the_replay_leaves_no_trace_in_the_script(watched: Callable[..., Script]
     assert all(torch.equal(torch.nan_to_num(left[name], 9.0), torch.nan_to_num(right[name], 9.0)) for name in left)
 
 
+def test_a_weight_that_came_in_bad_is_not_laid_to_a_learning_rate(watched: Callable[..., Script]) -> None:
+    script = watched(Distance())
+    with torch.no_grad():
+        script.model.embed.weight[1, 2] = math.inf  # type: ignore[union-attr, operator, index]
+    script.step(torch.randn(4, 6), lambda out: out.mean())
+    (event,) = script.events("nonfinite")
+    assert (event["cause"], event["tensor"], event["ranges"]) == ("MC401", "parameter embed.weight", [])
+    assert event["fix"] == ["look at how the named parameter is initialised, or at the file that it is loaded from"]
+
+
+def test_what_a_hook_spoils_is_looked_for_in_the_hook(watched: Callable[..., Script]) -> None:
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[0] = math.inf
+        return gradient
+
+    model = torch.nn.Linear(6, 1)
+    model.bias.register_hook(spoil)
+    script = watched(model)
+    script.step(torch.randn(4, 6), lambda out: out.square().mean())
+    (event,) = script.events("nonfinite")
+    assert event["cause"] == "MC402"
+    assert event["fix"] == ["look at the hooks on the named parameter, and at the backward of every autograd.Function"]
+
+
 class Attention(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -38,6 +38,8 @@ _FIXES = {
     "MC406": ("clip gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "lower the learning rate"),
     "MC407": ("initialise with a smaller scale: 1/sqrt(fan_in)",),
 }
+_BAD_FROM_THE_START = "look at how the named parameter is initialised, or at the file that it is loaded from"
+_HOOKS = "look at the hooks on the named parameter, and at the backward of every autograd.Function"
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,9 @@ def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = No
         return _report_unexplained_gradient(hit) if is_alone() or hit.own.bad else None
     if origin is not None and not seen_in_loss_code:
         body = _report_origin(hit, origin, history, rate)
-        spoilt = history.steps > 0 and (origin.given or "").startswith("parameter")
-        return _blaming_the_update(body, eps) if spoilt else body
+        if not (origin.given or "").startswith("parameter"):
+            return body
+        return _blaming_the_update(body, eps) if history.steps > 0 else {**body, "fix": [_BAD_FROM_THE_START]}
     if hit.in_loss_code is not None:
         return _report_loss_code(hit, hit.in_loss_code, history, rate)
     return _report_without_line(hit, history, rate)
@@ -278,7 +281,7 @@ def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
     if hit.replay is not None and hit.replay.gradients_finite is False:
         again = "observed: run once more, the backward gives it again"
         which = "inferred: made by a hook on a gradient or an autograd.Function's backward, no operation of torch's"
-        return {**_body(hit, "MC402", [again, which]), **where, "deterministic": True}
+        return {**_body(hit, "MC402", [again, which]), **where, "deterministic": True, "fix": [_HOOKS]}
     if hit.replay is not None and hit.replay.computes_loss and before_exchange:
         evidence = ["observed: forward and backward, run once more on the same rank, are finite", *_device()]
         return {**_body(hit, "MC409", evidence), **where, "deterministic": False}
