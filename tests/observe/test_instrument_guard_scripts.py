@@ -205,6 +205,20 @@ for step in range(6):
     opt.step()
 """
 
+# The pole is in what a loss adds, not in the term that it begins with.
+SECOND_TERM = """
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(6):
+    opt.zero_grad()
+    out = model(torch.randn(8, 4))
+    goal = out.detach() if step == 3 else torch.zeros_like(out)
+    loss = out.square().mean()
+    loss = loss + 0.1 * (out - goal).square().sum(-1).sqrt().mean()  # HERE
+    loss.backward()
+    opt.step()
+"""
+
 # The loss is 0/0 whatever the scale; halving it ten times in a row is the consequence, not the cause.
 SCALED_MASK = """
 model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
@@ -256,6 +270,7 @@ def event_of(outcome: Outcome) -> dict[str, Any]:
         (MODULE_BEFORE, "MC401", "div", 2, "forward"),
         (DATACLASS, "MC401", "div", 2, "forward"),
         (FIRST_LAYER_ONLY, "MC402", "sqrt", 3, "forward"),
+        (SECOND_TERM, "MC402", "sqrt", 3, "<module>"),
         (SCALED_MASK, "MC408", "div", 4, "<module>"),
         (SCALED_OVERFLOW, "MC403", "cast", 4, "<module>"),
     ],
@@ -266,6 +281,7 @@ def event_of(outcome: Outcome) -> dict[str, Any]:
         "module before",
         "dataclass",
         "first layer only",
+        "second term",
         "scaled mask",
         "scaled overflow",
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,15 +145,13 @@ class Pole:
 def poles(root: Any, inside: Sequence[range]) -> list[Pole]:
     """Before the backward, which lets these numbers go: the poles of the loss code, if it is short and small."""
     found: list[Pole] = []
-    for _ in range(_LOSS_NODES):
-        if root is None or any(_number(root) in made for made in inside):
-            break
-        saved, limit = _SLOPES.get(_kind(root), ("", 0.0))
-        if saved and not (saved == "_saved_self" and _kind(root) == "Pow" and root._saved_exponent >= 1):
-            values = getattr(root, saved)
+    for node in itertools.islice(nodes_behind(root, inside), _LOSS_NODES):  # of every term that a loss adds up
+        kind = _kind(node)
+        saved, limit = _SLOPES.get(kind, ("", 0.0))
+        if saved and not (kind == "Pow" and node._saved_exponent >= 1):
+            values = getattr(node, saved)
             if values.numel() <= _SMALL:
-                found.append(Pole(root, values.detach(), limit))
-        root = root.next_functions[0][0] if root.next_functions else None
+                found.append(Pole(node, values.detach(), limit))
     return found
 
 
