@@ -38,6 +38,8 @@ _FIXES = {
     "MC406": ("clip gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "lower the learning rate"),
     "MC407": ("initialise with a smaller scale: 1/sqrt(fan_in)",),
 }
+_UNDEFINED_AT_ZERO = frozenset({"log", "log2", "log10", "sqrt", "rsqrt", "div", "reciprocal"})
+_AWAY_FROM_ZERO = (_FIXES["MC401"][0], "keep it away from 0: x.clamp(min=eps).log(), sqrt(x + eps), a / (b + eps)")
 _BAD_FROM_THE_START = "look at how the named parameter is initialised, or at the file that it is loaded from"
 _HOOKS = "look at the hooks on the named parameter, and at the backward of every autograd.Function"
 
@@ -203,7 +205,7 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
     if not hit.replay.computes_loss and origin.direction == "backward":
         evidence.append("inferred: it was replayed with ones in place of the gradient of the script's own loss")
     return {
-        **_body(hit, cause.code, evidence),
+        **_with_advice_on(site.op, _body(hit, cause.code, evidence)),
         "direction": origin.direction,
         "module": site.module or type(hit.call.unwrapped).__name__,
         "op": site.op or None,
@@ -214,6 +216,12 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
         "deterministic": True,
         "sample_ids": samples if len(samples) < _batch_size(hit.call) else [],
     }
+
+
+def _with_advice_on(op: str, body: dict[str, Any]) -> dict[str, Any]:
+    """No learning rate keeps a logarithm from 0."""
+    lies_in_the_operation = body["cause"] == "MC401" and op in _UNDEFINED_AT_ZERO
+    return {**body, "fix": list(_AWAY_FROM_ZERO)} if lies_in_the_operation else body
 
 
 def _passed_before(origin: Origin, replay: Replay) -> Sequence[ModuleRange]:
@@ -248,7 +256,7 @@ def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: fl
         cause = _judged(hit, None, history, None, rate)
         code, evidence = cause.code, [*cause.evidence, *evidence]
     return {
-        **_body(hit, code, evidence),
+        **_with_advice_on(found.op.lower() if found.made_it else "", _body(hit, code, evidence)),
         "module": None,
         "op": found.op.lower(),
         "location": f"{found.file}:{found.line}" if found.line else _line(hit.place),

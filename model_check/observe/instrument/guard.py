@@ -252,7 +252,7 @@ class Guard:
         grad_norm = math.hypot(*known) if known else math.nan
         if bad is not None and _gradients_finite(optimizer):
             # They do not depend on what is bad in it: of a batch without a single label the loss is 0/0, the slope 0.
-            self._harmless(step, bad, grad_norm)
+            self._harmless(step, bad, optimizer)
             bad = None
         if bad is not None:
             hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
@@ -263,7 +263,9 @@ class Guard:
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
             if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
                 hit = self._among_peers(self._gradient_hit(own), in_time)
-                self._found(step, hit, math.hypot(*norms) if norms else grad_norm)
+                # What was probed may all be finite, and is then not the norm: one of the others is bad.
+                probed = math.nan if math.isfinite(grad_norm) else grad_norm
+                self._found(step, hit, math.hypot(*norms) if norms else probed)
         else:
             self._own.step_was_good(in_time)
         unanswered = [size for size in sizes if size not in ready]
@@ -407,7 +409,7 @@ class Guard:
             looked_at = (*looked_at, probed.all[self._turn // _TURN_EVERY % len(probed.all)])
         return [size for parameter in looked_at if (size := _size(parameter)) is not None]
 
-    def _harmless(self, step: int, bad: _Pass, grad_norm: float) -> None:
+    def _harmless(self, step: int, bad: _Pass, optimizer: Any) -> None:
         """A loss that is not finite although its gradients are: told once, for the script's own log shows it.
 
         Not before the step is over: the gradients of a second optimizer are still to be seen.
@@ -420,6 +422,7 @@ class Guard:
         if report is not None:
             unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"
             report = {**report, "evidence": [*report["evidence"], unspoilt]}
+            grad_norm = math.hypot(*(size.value() for size in _all_sizes(_Probed.of(optimizer).all)))
             told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe", "spoils": False}
             self._untold = {**told, **report}
 

@@ -148,11 +148,16 @@ def poles(root: Any, inside: Sequence[range]) -> list[Pole]:
     for node in itertools.islice(nodes_behind(root, inside), _LOSS_NODES):  # of every term that a loss adds up
         kind = _kind(node)
         saved, limit = _SLOPES.get(kind, ("", 0.0))
-        if saved and not (kind == "Pow" and node._saved_exponent >= 1):
+        if saved and not (kind == "Pow" and not _is_a_root(node._saved_exponent)):
             values = getattr(node, saved)
             if values.numel() <= _SMALL:
                 found.append(Pole(node, values.detach(), limit))
     return found
+
+
+def _is_a_root(exponent: Any) -> bool:
+    """Of a tensor it is not asked: each number has a slope of its own, and a device would have to be waited for."""
+    return isinstance(exponent, (int, float)) and exponent < 1
 
 
 def _kind(node: Any) -> str:
