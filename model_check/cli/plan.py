@@ -14,6 +14,7 @@ from rich.text import Text
 
 from model_check.cli.flags import configured, flag_values
 from model_check.config import Config, ModelShape, check_world, resolve_shape
+from model_check.config.resolve import base_shape
 from model_check.errors import ConfigError, UsageError
 from model_check.observe.nvml import read_gpus
 from model_check.plan.advice import Advice, advise, changes_of, fewest_gpus
@@ -60,7 +61,7 @@ def plan(
 
 def shape_of(config: Config) -> ModelShape:
     """The shape that training would build; the tokenizer is asked only where nothing else says the vocabulary."""
-    if config.model.vocab_size is not None or config.model.model_path is not None:
+    if config.model.vocab_size is not None or base_shape(config.model.model_path) is not None:
         return resolve_shape(config.model)
     from model_check.data import load_tokenizer
 

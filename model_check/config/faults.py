@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -228,6 +229,8 @@ def _type_remedy(kind: str, value: Any, expected: str) -> str:
         try:
             number = float(value)
         except ValueError:
+            return f"write {expected}"
+        if not math.isfinite(number):
             return f"write {expected}"
         return f"write {int(number) if number.is_integer() else number} without quotes"
     if kind == "bool_type" and str(value).lower() in ("1", "yes", "on", "true"):

@@ -17,7 +17,8 @@ from model_check.rundir import Finding
 from model_check.rundir.verdict import Certainty, Severity
 
 _RANGES_SHOWN = 3
-_FAMILY = frozenset(f"MC4{number:02d}" for number in range(1, 10))
+_EXPLAINED_SKIPS = 3  # by our own trainer, of all the steps it leaves out
+NONFINITE = frozenset(f"MC4{number:02d}" for number in range(1, 10))
 
 
 def numerics_findings(evidence: Evidence) -> list[Finding]:
@@ -27,7 +28,7 @@ def numerics_findings(evidence: Evidence) -> list[Finding]:
 
 def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
     """The rank ended because the guard stopped it: what the guard found is the cause, the exception only tells it."""
-    return any(f.severity == "error" and f.code in _FAMILY for f in findings) and any(
+    return any(f.severity == "error" and f.code in NONFINITE for f in findings) and any(
         "NumericsError" in sentence for sentence in crash.evidence
     )
 
@@ -138,7 +139,7 @@ def _was_applied(record: Mapping[str, Any]) -> bool:
 
 def _code(record: Mapping[str, Any]) -> str:
     code = str(record.get("cause") or "")
-    return code if code in _FAMILY and code in CATALOGUE else "MC401"
+    return code if code in NONFINITE and code in CATALOGUE else "MC401"
 
 
 def _finding(evidence: Evidence, code: str, records: list[tuple[int, Mapping[str, Any]]]) -> Finding:
@@ -148,6 +149,7 @@ def _finding(evidence: Evidence, code: str, records: list[tuple[int, Mapping[str
     # A rank that is only the one to report something of the whole job says so: nobody is guilty then.
     ranks = sorted({rank for rank, seen in at_first if seen.get("local") is not False})
     stopped = any(seen.get("action") == "halt" for _, seen in records)
+    spoils = any(seen.get("spoils") is not False for _, seen in at_first)
     severity: Severity = "error" if stopped else "warning"
     certainty: Certainty = "proven" if record.get("deterministic") and record.get("op") else "observed"
     if code in ("MC404", "MC405", "MC406", "MC407") and certainty == "proven":
@@ -158,7 +160,7 @@ def _finding(evidence: Evidence, code: str, records: list[tuple[int, Mapping[str
         code,
         _title(code, ranks, record),
         ranks=ranks,
-        victims=[rank for rank in evidence.all_ranks if rank not in ranks] if ranks else [],
+        victims=[rank for rank in evidence.all_ranks if rank not in ranks] if ranks and spoils else [],
         frame=_frame(record),
         evidence=_sentences(records, record),
         certainty=certainty,
@@ -199,6 +201,8 @@ def _sentences(records: list[tuple[int, Mapping[str, Any]]], record: Mapping[str
     steps = sorted({whole(seen.get("step")) for _, seen in records})
     if len(steps) > 1:
         lines.append(f"observed: again in {len(steps) - 1} later step{'s' if len(steps) > 2 else ''}, last {steps[-1]}")
+    if len(steps) >= _EXPLAINED_SKIPS and all(seen.get("action") == "skip" for _, seen in records):
+        lines.append("inferred: there may be more: the first 3 skipped steps are explained, metrics.jsonl marks all")
     lines += _gone_back(records)
     for path in sorted({str(seen.get("dump")) for _, seen in records if seen.get("dump")}):
         lines.append(f"observed: tensors are in {path}")

@@ -106,10 +106,16 @@ def went_on(rank: RankEvidence, record: Mapping[str, Any]) -> bool:
 def quoted(record: Mapping[str, Any], length: int) -> str:
     """`ValueError: its message`; of an exception without a message the statement that raised it."""
     said = original(record)
-    kind, message = str(said.get("type", "exception")), str(said.get("message", "")).strip().split("\n")[0]
+    kind, message = str(said.get("type", "exception")), _first_sentence(str(said.get("message", "")))
     given = said.get("user_frame")
     text = str(given.get("text") or "") if isinstance(given, dict) else ""
     return f"{kind}: {message[:length]}" if message else f"{kind} in `{text[:length]}`" if text else kind
+
+
+def _first_sentence(message: str) -> str:
+    """The first line; with the next where it only announces it, as in `2 problems:`."""
+    lines = [line.strip() for line in message.strip().split("\n")[:2]]
+    return " ".join(lines) if lines[0].endswith(":") else lines[0]
 
 
 def led_to_it(record: Mapping[str, Any]) -> list[str]:

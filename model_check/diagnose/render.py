@@ -7,6 +7,7 @@ from pathlib import Path
 
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.findings import LAST_RECORDED
+from model_check.diagnose.numerics import NONFINITE
 from model_check.diagnose.source import lines_around
 from model_check.rundir import Finding, Verdict
 
@@ -45,6 +46,13 @@ def _head(finding: Finding, color: bool) -> str:
     return f"{code}{_paint(': ' + printable(finding.title), _BOLD, color)}"
 
 
+def _suffered(finding: Finding) -> str:
+    """A bad number stops nobody: the others compute on with what they were sent."""
+    if finding.code in NONFINITE:
+        return "received its bad gradients"
+    return f"{'waits' if len(finding.victims) == 1 else 'wait'} or failed because of it"
+
+
 def _finding(finding: Finding, color: bool, root: Path | None) -> str:
     lines = [_head(finding, color)]
     lines += _source(finding, color, root)
@@ -53,8 +61,7 @@ def _finding(finding: Finding, color: bool, root: Path | None) -> str:
     for sentence in finding.evidence:
         lines.append(f"{gutter}{bar} {printable(sentence)}")
     if finding.victims:
-        verb = "waits" if len(finding.victims) == 1 else "wait"
-        lines.append(f"{gutter}{bar} victims: {ranks_text(finding.victims)} {verb} or failed because of it")
+        lines.append(f"{gutter}{bar} victims: {ranks_text(finding.victims)} {_suffered(finding)}")
     if finding.certainty != "proven":
         lines.append(f"{gutter}{bar} certainty: {finding.certainty}")
     for fix in finding.fix:

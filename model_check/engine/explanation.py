@@ -80,6 +80,14 @@ class Explanation:
         # The backward pass comes from the end of the model: the last is the one it met first.
         return f"{gradients[-1].name}.grad" if gradients else None
 
+    def fix(self) -> list[str]:
+        """What to do where the general advice on the code does not apply: no rate and no line made a weight bad that
+        was so before the step. Empty: it applies."""
+        origin = self.replayed.origin
+        if origin is None or not (origin.given or "").startswith("parameter"):
+            return []
+        return ["start from weights that are finite: look at model.model_path, or --resume an older checkpoint"]
+
     def evidence(self, dump: Dumped | None) -> list[str]:
         lines = list(self.cause.evidence)
         if self.replayed.failure is not None:

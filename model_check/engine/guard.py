@@ -256,6 +256,7 @@ class Guard:
             local=found.is_own,
             device=self._place.label,
             evidence=evidence,
+            fix=found.fix(),
             left_out=list(dump.left_out) if dump is not None else [],
             dump=str(dump.safetensors) if dump is not None and dump.safetensors is not None else None,
             action=action,

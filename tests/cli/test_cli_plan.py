@@ -13,6 +13,7 @@ import pytest
 
 from model_check.cli.fitting import Fitted, fit_to_gpus, smallest_device
 from model_check.cli.main import main
+from model_check.cli.plan import shape_of
 from model_check.config import load_config
 from model_check.config.eight_bit import torchao_is_installed
 from model_check.errors import UsageError
@@ -26,6 +27,13 @@ def plan(capsys: Any, *arguments: str) -> tuple[int, str, str]:
         main(["plan", *arguments])
     captured = capsys.readouterr()
     return int(ended.value.code or 0), captured.out, captured.err
+
+
+def test_a_file_of_weights_leaves_the_vocabulary_to_the_tokenizer(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pt"
+    weights.touch()
+    config = load_config(preset="debug", overrides=["model.init=pretrained", f"model.model_path={weights}"])
+    assert shape_of(config).vocab_size == 4096
 
 
 def test_a_plan_for_a_program(capsys: Any) -> None:

@@ -34,6 +34,7 @@ WRONG_VALUES = [
     ({"training": {"max_steps": 1e4}}, "MC810", "training.max_steps=10000.0", "write 10000"),
     ({"training": {"max_steps": True}}, "MC810", "training.max_steps=true", "write a whole number"),
     ({"training": {"max_steps": {"a": 1}}}, "MC810", 'training.max_steps={"a": 1}', "write a whole number"),
+    ({"training": {"learning_rate": "nan"}}, "MC810", 'training.learning_rate="nan"', "write a number"),
     ({"training": {"learning_rate": "1e-4"}}, "MC810", 'training.learning_rate="1e-4"', "write 0.0001 without quotes"),
     ({"training": {"use_amp": "no"}}, "MC810", 'training.use_amp="no"', "write false"),
     ({"training": {"use_amp": 1}}, "MC810", "training.use_amp=1", "write true"),

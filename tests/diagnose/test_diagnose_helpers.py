@@ -96,6 +96,14 @@ def test_an_exception_of_a_loader_worker_is_shown_where_it_was_raised_first(stag
     assert finding.evidence[1].endswith(":31")
 
 
+def test_a_message_whose_first_line_only_announces_the_next_is_told_with_it(stage):
+    (only,) = stage.ranks(1)
+    stage.train(3)
+    only.fails("ConfigError", "2 problems in the configuration:\n  [MC835] saves nothing\n  [MC811] too large", 31)
+    finding = stage.first(after=0.1)
+    assert finding.title == "rank 0 raised ConfigError: 2 problems in the configuration: [MC835] saves nothing"
+
+
 def test_an_end_of_file_that_a_worker_met_is_no_dead_worker(stage):
     (only,) = stage.ranks(1)
     origin = {"type": "EOFError", "message": "", "where": "DataLoader worker process 0", "user_frame": None}

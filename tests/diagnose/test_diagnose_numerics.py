@@ -168,6 +168,23 @@ def test_what_was_skipped_is_a_warning_and_later_steps_are_counted(tmp_path: Pat
     assert "observed: again in 2 later steps, last 11" in found.evidence
 
 
+def test_two_skipped_steps_are_all_there_were(tmp_path: Path) -> None:
+    (found,) = findings(tmp_path / "run", {0: [{**EVENT, "action": "skip", "step": step} for step in (7, 9)]})
+    assert not any("there may be more" in line for line in found.evidence)
+
+
+def test_the_others_received_bad_gradients_and_wait_for_nobody(tmp_path: Path) -> None:
+    findings(tmp_path / "run", {2: [{**EVENT, "action": "observe"}]})
+    text = render(examine(RunDir(tmp_path / "run"), live=False), color=False)
+    assert "= victims: ranks 0, 1 and 3 received its bad gradients" in text
+
+
+def test_a_step_that_spoils_nothing_has_no_victims(tmp_path: Path) -> None:
+    harmless = {**EVENT, "action": "observe", "spoils": False, "cause": "MC408", "direction": "forward"}
+    (found,) = findings(tmp_path / "run", {1: [harmless]})
+    assert (found.code, found.ranks, found.victims) == ("MC408", [1], [])
+
+
 def test_a_transient_fault_is_only_suspected(tmp_path: Path) -> None:
     once = {**EVENT, "cause": "MC409", "deterministic": False, "op": None, "location": None, "module": None}
     (found,) = findings(tmp_path / "run", {3: [once]})

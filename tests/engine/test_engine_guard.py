@@ -221,6 +221,9 @@ def test_a_weight_that_is_bad_already(run_dir: RunDir) -> None:
     with pytest.raises(NumericsError, match=r"\[MC401\] step 0 .*parameter body.weight is not finite"):
         train(model, [(X,)])
     assert finding(run_dir).tensor == "body.weight"
+    assert finding(run_dir).fix == [
+        "start from weights that are finite: look at model.model_path, or --resume an older checkpoint"
+    ]
 
 
 class Once(Regression):
@@ -309,6 +312,7 @@ def test_skipping_goes_on_without_the_step_and_is_a_warning(run_dir: RunDir) -> 
     found = finding(run_dir)
     assert (found.code, found.severity, found.step) == ("MC404", "warning", 1)
     assert "observed: again in 2 later steps, last 5" in found.evidence
+    assert any(line.startswith("inferred: there may be more") for line in found.evidence)
 
 
 def test_a_skipped_step_leaves_the_training_as_if_it_had_not_been(run_dir: RunDir) -> None:

@@ -64,7 +64,10 @@ for step in range(6):
     for micro in range(2 if way == "accumulate" else 1):
         last = micro or way != "accumulate"
         with contextlib.nullcontext() if last else model.no_sync():
-            loss = model(torch.randn(8, 16)).square().mean()
+            batch = torch.randn(8, 16)
+            if os.environ.get("SAMPLE") and step == 2 and rank == 1:
+                batch[5, 3] = math.inf
+            loss = model(batch).square().mean()  # CALL
             loss.backward()  # HERE
     if way == "manual":
         flat = torch.cat([p.grad.reshape(-1) for p in parameters])
@@ -83,12 +86,24 @@ dist.destroy_process_group()
 
 
 HERE = next(n for n, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith("# HERE"))
+CALL = next(n for n, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith("# CALL"))
 
 
 def run_way(run: Runner, way: str, guard: str = "observe") -> Outcome:
     outcome = run(SCRIPT, world=2, env={"MODEL_CHECK_GUARD": guard, "WAY": way})
     assert [outcome.events("guard_failed", rank) for rank in (0, 1)] == [[], []]
     return outcome
+
+
+@pytest.mark.slow
+def test_a_bad_sample_is_named_where_no_rank_can_replay_its_pass(run: Runner) -> None:
+    outcome = run(SCRIPT, world=2, env={"MODEL_CHECK_GUARD": "observe", "WAY": "fsdp", "SAMPLE": "1"})
+    assert outcome.codes == [0, 0], outcome.errors
+    (event,) = outcome.events("nonfinite", rank=1)
+    assert (event["step"], event["cause"], event["sample_ids"]) == (2, "MC404", [5])
+    assert event["location"] == f"train.py:{CALL}"
+    assert not any("learning rate" in line for line in event["fix"])
+    assert outcome.events("nonfinite", rank=0) == []
 
 
 @pytest.mark.parametrize(

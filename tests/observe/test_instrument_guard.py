@@ -372,6 +372,112 @@ def test_the_replay_leaves_no_trace_in_the_script(watched: Callable[..., Script]
     assert all(torch.equal(torch.nan_to_num(left[name], 9.0), torch.nan_to_num(right[name], 9.0)) for name in left)
 
 
+def test_a_weight_that_came_in_bad_is_not_laid_to_a_learning_rate(watched: Callable[..., Script]) -> None:
+    script = watched(Distance())
+    with torch.no_grad():
+        script.model.embed.weight[1, 2] = math.inf  # type: ignore[union-attr, operator, index]
+    script.step(torch.randn(4, 6), lambda out: out.mean())
+    (event,) = script.events("nonfinite")
+    assert (event["cause"], event["tensor"], event["ranges"]) == ("MC401", "parameter embed.weight", [])
+    assert event["fix"] == ["look at how the named parameter is initialised, or at the file that it is loaded from"]
+
+
+def test_what_a_hook_spoils_is_looked_for_in_the_hook(watched: Callable[..., Script]) -> None:
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[0] = math.inf
+        return gradient
+
+    model = torch.nn.Linear(6, 1)
+    model.bias.register_hook(spoil)
+    script = watched(model)
+    script.step(torch.randn(4, 6), lambda out: out.square().mean())
+    (event,) = script.events("nonfinite")
+    assert event["cause"] == "MC402"
+    assert event["fix"] == ["look at the hooks on the named parameter, and at the backward of every autograd.Function"]
+    assert event["grad_norm"] == "nan", "the weight's own, which was probed, is finite"
+
+
+def test_the_norm_of_a_loss_that_spoils_nothing_is_that_of_all_gradients(watched: Callable[..., Script]) -> None:
+    script = watched(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 1)))
+    x, taken = torch.randn(4, 6), []
+
+    def no_pull(out: torch.Tensor) -> torch.Tensor:
+        loss = out.square().mean()
+        gradients = torch.autograd.grad(loss, list(script.model.parameters()), retain_graph=True)
+        taken.append(float(torch.nn.utils.get_total_norm(gradients)))
+        return loss + math.inf
+
+    script.step(x, no_pull)
+    script.guard.flush()
+    (event,) = script.events("nonfinite")
+    assert event["spoils"] is False
+    assert event["grad_norm"] == pytest.approx(taken[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda out: (out.abs() ** torch.tensor([1.0, 2.0, 3.0])).mean(),
+        lambda out: torch.pow(2.0, out).mean(),
+        lambda out: (out.abs() ** 3).mean(),
+    ],
+    ids=["exponents", "base", "plain"],
+)
+def test_powers_in_the_loss_code_do_not_stop_the_guard(watched: Callable[..., Script], loss_of: Loss) -> None:
+    script = watched(torch.nn.Linear(6, 3))
+    script.step(torch.randn(4, 6), loss_of)
+    script.step(torch.randn(4, 6), lambda out: loss_of(out) * math.nan)
+    (event,) = script.events("nonfinite")
+    assert (event["step"], event["cause"]) == (1, "MC401")
+
+
+class Surprise(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.softmax(self.body(x), dim=-1) * 0).log()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_of"),
+    [(Surprise(), torch.mean), (torch.nn.Linear(6, 3), lambda out: (out * 0).log().mean())],
+    ids=["model", "loss code"],
+)
+def test_a_logarithm_of_zero_is_not_cured_by_a_learning_rate(
+    watched: Callable[..., Script], model: torch.nn.Module, loss_of: Loss
+) -> None:
+    script = watched(model)
+    script.step(torch.randn(4, 6), loss_of)
+    (event,) = script.events("nonfinite")
+    assert (event["cause"], event["op"]) == ("MC401", "log")
+    assert event["fix"] == [
+        "look at the named line and the numbers that go into it",
+        "keep it away from 0: x.clamp(min=eps).log(), sqrt(x + eps), a / (b + eps)",
+    ]
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, mask: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.scores + mask, dim=-1)
+
+
+def test_minus_infinity_in_a_mask_makes_no_sample_a_bad_one(watched: Callable[..., Script]) -> None:
+    mask = torch.zeros(6, 4)
+    mask[:3, 2:] = -math.inf  # meant: these rows see their first two places
+    mask[4] = -math.inf  # this one sees nothing
+    script = watched(Attention())
+    script.step(mask, lambda out: out.square().mean())
+    (event,) = script.events("nonfinite")
+    assert (event["cause"], event["op"], event["sample_ids"]) == ("MC408", "softmax", [4])
+
+
 COLLAPSE = """
 import torch
 torch.manual_seed(0)

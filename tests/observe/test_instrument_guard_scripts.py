@@ -205,6 +205,49 @@ for step in range(6):
     opt.step()
 """
 
+# The pole is in what a loss adds, not in the term that it begins with.
+SECOND_TERM = """
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(6):
+    opt.zero_grad()
+    out = model(torch.randn(8, 4))
+    goal = out.detach() if step == 3 else torch.zeros_like(out)
+    loss = out.square().mean()
+    loss = loss + 0.1 * (out - goal).square().sum(-1).sqrt().mean()  # HERE
+    loss.backward()
+    opt.step()
+"""
+
+# The loss is 0/0 whatever the scale; halving it ten times in a row is the consequence, not the cause.
+SCALED_MASK = """
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+for step in range(16):
+    opt.zero_grad()
+    error = model(torch.randn(8, 4)).square()
+    mask = torch.full_like(error, 1.0 if step < 4 else 0.0)
+    loss = (error * mask).sum() / mask.sum()  # HERE
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    scaler.update()
+"""
+
+# A model of torch's own modules has no line: the call is the nearest, not where the script stands when it is told.
+SCALED_OVERFLOW = """
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+for step in range(16):
+    opt.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = model(torch.randn(8, 4) * (1.0 if step < 4 else 1e6))  # HERE
+    scaler.scale(out.float().square().mean()).backward()
+    scaler.step(opt)
+    scaler.update()
+"""
+
 
 def line_of(body: str) -> int:
     return next(number for number, line in enumerate((HEAD + body).splitlines(), 1) if line.endswith("# HERE"))
@@ -227,8 +270,21 @@ def event_of(outcome: Outcome) -> dict[str, Any]:
         (MODULE_BEFORE, "MC401", "div", 2, "forward"),
         (DATACLASS, "MC401", "div", 2, "forward"),
         (FIRST_LAYER_ONLY, "MC402", "sqrt", 3, "forward"),
+        (SECOND_TERM, "MC402", "sqrt", 3, "<module>"),
+        (SCALED_MASK, "MC408", "div", 4, "<module>"),
+        (SCALED_OVERFLOW, "MC403", "cast", 4, "<module>"),
     ],
-    ids=["closure", "two optimizers", "loss module", "module before", "dataclass", "first layer only"],
+    ids=[
+        "closure",
+        "two optimizers",
+        "loss module",
+        "module before",
+        "dataclass",
+        "first layer only",
+        "second term",
+        "scaled mask",
+        "scaled overflow",
+    ],
 )
 def test_the_step_the_operation_and_the_line(
     run: Runner, body: str, cause: str, op: str, step: int, function: str
@@ -251,6 +307,14 @@ def test_the_step_the_operation_and_the_line(
 def test_the_norm_of_a_script_that_clips_tells_what_a_part_of_its_gradients_does_not(run: Runner, taken: str) -> None:
     event = event_of(run(HEAD + CLIPS.replace("TAKEN", taken), env={"MODEL_CHECK_GUARD": "observe"}))
     assert (event["cause"], event["step"], event["grad_norm"]) == ("MC402", 3, "inf")
+
+
+@pytest.mark.slow
+def test_what_follows_the_first_module_is_not_said_to_be_before_it(run: Runner) -> None:
+    event = event_of(run(HEAD + SCALED_OVERFLOW, env={"MODEL_CHECK_GUARD": "observe"}))
+    assert (event["module"], event["ranges"]) == ("0", [])
+    assert "steps in a row were left out" in event["evidence"][0]
+    assert "train.py" not in event["evidence"][1]
 
 
 def test_a_target_that_is_not_finite_is_a_bad_sample(run: Runner) -> None:

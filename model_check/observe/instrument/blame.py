@@ -27,7 +27,7 @@ from model_check.observe.instrument.replaying import (
 )
 from model_check.observe.numerics.causes import Cause, Situation, judge_cause
 from model_check.observe.numerics.origins import Origin
-from model_check.observe.numerics.ranges import checkable
+from model_check.observe.numerics.ranges import ModuleRange, checkable
 
 _OUTLIER = 100.0
 _FIXES = {
@@ -38,6 +38,10 @@ _FIXES = {
     "MC406": ("clip gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "lower the learning rate"),
     "MC407": ("initialise with a smaller scale: 1/sqrt(fan_in)",),
 }
+_UNDEFINED_AT_ZERO = frozenset({"log", "log2", "log10", "sqrt", "rsqrt", "div", "reciprocal"})
+_AWAY_FROM_ZERO = (_FIXES["MC401"][0], "keep it away from 0: x.clamp(min=eps).log(), sqrt(x + eps), a / (b + eps)")
+_BAD_FROM_THE_START = "look at how the named parameter is initialised, or at the file that it is loaded from"
+_HOOKS = "look at the hooks on the named parameter, and at the backward of every autograd.Function"
 
 
 @dataclass(frozen=True)
@@ -164,14 +168,16 @@ def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = No
     if hit.late:
         return _report_late(hit)
     origin = hit.replay.origin if hit.replay is not None else None
-    if hit.scaler and origin is None:
-        return {**_body(hit, "MC403", [hit.scaler]), "location": _line(hit.place)}
+    seen_in_loss_code = hit.in_loss_code is not None and hit.in_loss_code.made_it
+    if hit.scaler and origin is None and not seen_in_loss_code:
+        return {**_body(hit, "MC403", []), "location": _line(hit.place)}
     if hit.direction == "backward" and origin is None and hit.in_loss_code is None:
         return _report_unexplained_gradient(hit) if is_alone() or hit.own.bad else None
-    if origin is not None and (hit.in_loss_code is None or not hit.in_loss_code.made_it):
+    if origin is not None and not seen_in_loss_code:
         body = _report_origin(hit, origin, history, rate)
-        spoilt = history.steps > 0 and (origin.given or "").startswith("parameter")
-        return _blaming_the_update(body, eps) if spoilt else body
+        if not (origin.given or "").startswith("parameter"):
+            return body
+        return _blaming_the_update(body, eps) if history.steps > 0 else {**body, "fix": [_BAD_FROM_THE_START]}
     if hit.in_loss_code is not None:
         return _report_loss_code(hit, hit.in_loss_code, history, rate)
     return _report_without_line(hit, history, rate)
@@ -195,21 +201,32 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
     with native.by_itself():
         samples = samples_with_bad_input(hit.call) or samples_alone(hit.call)
     cause = _judged(hit, origin, history, samples if _odd(hit.call, samples) else None, rate)
-    evidence = [*([hit.scaler] if hit.scaler else []), *cause.evidence]
+    evidence = list(cause.evidence)
     if not hit.replay.computes_loss and origin.direction == "backward":
         evidence.append("inferred: it was replayed with ones in place of the gradient of the script's own loss")
     return {
-        **_body(hit, cause.code, evidence),
+        **_with_advice_on(site.op, _body(hit, cause.code, evidence)),
         "direction": origin.direction,
         "module": site.module or type(hit.call.unwrapped).__name__,
         "op": site.op or None,
         "location": site.location or f"{file}:{line}",
         "function": site.function or function,
         "tensor": origin.given or hit.own.bad.removeprefix("the ") or None,
-        "ranges": [entry.record() for entry in (origin.before or hit.replay.passed)],
+        "ranges": [entry.record() for entry in _passed_before(origin, hit.replay)],
         "deterministic": True,
         "sample_ids": samples if len(samples) < _batch_size(hit.call) else [],
     }
+
+
+def _with_advice_on(op: str, body: dict[str, Any]) -> dict[str, Any]:
+    """No learning rate keeps a logarithm from 0."""
+    lies_in_the_operation = body["cause"] == "MC401" and op in _UNDEFINED_AT_ZERO
+    return {**body, "fix": list(_AWAY_FROM_ZERO)} if lies_in_the_operation else body
+
+
+def _passed_before(origin: Origin, replay: Replay) -> Sequence[ModuleRange]:
+    """What was met at the very end has the whole pass before it; an input, a weight, the first module have nothing."""
+    return origin.before or (replay.passed if origin.received else ())
 
 
 def _blaming_the_update(body: dict[str, Any], eps: float | None) -> dict[str, Any]:
@@ -239,7 +256,7 @@ def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: fl
         cause = _judged(hit, None, history, None, rate)
         code, evidence = cause.code, [*cause.evidence, *evidence]
     return {
-        **_body(hit, code, evidence),
+        **_with_advice_on(found.op.lower() if found.made_it else "", _body(hit, code, evidence)),
         "module": None,
         "op": found.op.lower(),
         "location": f"{found.file}:{found.line}" if found.line else _line(hit.place),
@@ -256,10 +273,14 @@ def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, A
         return {**_body(hit, "MC409", evidence), "deterministic": False, "location": _line(hit.place)}
     cause = _judged(hit, None, history, None, rate)
     plain = [f"inferred: the operation is not known: {hit.why_not}"] if hit.why_not else []
-    evidence = [*cause.evidence, *plain, *_inputs_text(hit)]
+    samples = _bad_inputs(hit)
+    held = ["observed: the batch held NaN or infinity before its forward began"] if samples else []
+    code = "MC404" if samples and cause.code == "MC401" else cause.code
+    evidence = [*cause.evidence, *plain, *held]
     called = hit.call.line() if hit.call is not None else None
     where = f"{called[0]}:{called[1]}" if called is not None else _line(hit.place)
-    return {**_body(hit, cause.code, evidence), "location": where, "function": called[2] if called else None}
+    where_called = {"location": where, "function": called[2] if called else None}
+    return {**_body(hit, code, evidence), **where_called, "sample_ids": samples}
 
 
 def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
@@ -268,7 +289,7 @@ def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
     if hit.replay is not None and hit.replay.gradients_finite is False:
         again = "observed: run once more, the backward gives it again"
         which = "inferred: made by a hook on a gradient or an autograd.Function's backward, no operation of torch's"
-        return {**_body(hit, "MC402", [again, which]), **where, "deterministic": True}
+        return {**_body(hit, "MC402", [again, which]), **where, "deterministic": True, "fix": [_HOOKS]}
     if hit.replay is not None and hit.replay.computes_loss and before_exchange:
         evidence = ["observed: forward and backward, run once more on the same rank, are finite", *_device()]
         return {**_body(hit, "MC409", evidence), **where, "deterministic": False}
@@ -293,6 +314,8 @@ def _body(hit: Hit, cause: str, evidence: list[str]) -> dict[str, Any]:
         mixed = is_alone() or (hit.brought is not None and hit.brought.spreads)
         when = "" if mixed else ", before any exchange"
         evidence = [f"observed: {hit.own.bad} held a number that is not finite on this rank{when}", *evidence]
+    if hit.scaler:
+        evidence = [hit.scaler, *evidence]
     if hit.brought is not None and hit.brought.spreads:
         number = hit.brought.number
         evidence = [*evidence, f"observed: exchange {number} of the step was the first that it brought a NaN to"]
@@ -313,11 +336,10 @@ def _line(place: Place | None) -> str | None:
     return f"{place.file}:{place.line}" if place is not None else None
 
 
-def _inputs_text(hit: Hit) -> list[str]:
+def _bad_inputs(hit: Hit) -> list[int]:
     if hit.call is None or hit.why_not == "what its forward was given is no longer there":
         return []
-    bad = samples_with_bad_input(hit.call)
-    return [f"observed: sample {number} of the batch holds NaN or infinity" for number in bad[:3]]
+    return samples_with_bad_input(hit.call)
 
 
 # The causes

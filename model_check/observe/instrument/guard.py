@@ -133,6 +133,7 @@ class Guard:
         self._begun: Call | None = None  # a forward that is not yet among the calls of its step
         self._learning = False  # a forward is under way whose result may be learnt from
         self._passes: list[_Pass] = []
+        self._scaled: _Pass | None = None  # the newest whose loss a GradScaler multiplies
         self._norms: list[Reading] = []  # that the script itself took of the gradients there are
         self._reports = 0
         self._late: weakref.WeakKeyDictionary[Any, _Late] = weakref.WeakKeyDictionary()
@@ -174,8 +175,11 @@ class Guard:
         self._begun = None
         self._learning = False
 
-    def backward_begins(self, root: Any, loss: Reading | None, *, scaled: bool = False) -> None:
-        """`scaled`: the root is a loss times a GradScaler's factor, which may overflow in good health."""
+    def backward_begins(self, root: Any, loss: Reading | None, *, scaled: bool = False, skipping: bool = False) -> None:
+        """`scaled`: the root is a loss times a GradScaler's factor, which may overflow in good health.
+
+        `skipping`: that scaler has left the step before out.
+        """
         self._catch_up()
         if not self.on:
             return
@@ -184,6 +188,8 @@ class Guard:
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
         self._last_place = Place.of(sys._getframe(1))
+        if scaled:
+            self._scaled = self._scaled_pass(root, loss, calls) if loss is not None and skipping else None
         if loss is None or scaled:
             return
         if self._passes and self._passes[-1].gradients_are_gone():
@@ -246,7 +252,7 @@ class Guard:
         grad_norm = math.hypot(*known) if known else math.nan
         if bad is not None and _gradients_finite(optimizer):
             # They do not depend on what is bad in it: of a batch without a single label the loss is 0/0, the slope 0.
-            self._harmless(step, bad, grad_norm)
+            self._harmless(step, bad, optimizer)
             bad = None
         if bad is not None:
             hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
@@ -257,7 +263,9 @@ class Guard:
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
             if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
                 hit = self._among_peers(self._gradient_hit(own), in_time)
-                self._found(step, hit, math.hypot(*norms) if norms else grad_norm)
+                # What was probed may all be finite, and is then not the norm: one of the others is bad.
+                probed = math.nan if math.isfinite(grad_norm) else grad_norm
+                self._found(step, hit, math.hypot(*norms) if norms else probed)
         else:
             self._own.step_was_good(in_time)
         unanswered = [size for size in sizes if size not in ready]
@@ -270,7 +278,8 @@ class Guard:
         """A GradScaler leaves out step after step: lowering its factor does not help."""
         if not self.on:
             return
-        hit = Hit.in_backward(math.nan, self._inputs.calls, (), self._last_place)
+        seen = self._scaled.hit if self._scaled is not None else None
+        hit = seen or Hit.in_backward(math.nan, self._inputs.calls, (), self._last_place)
         told = (
             f"observed: {skipped} steps in a row were left out; the loss scale fell from {first_scale:g} to {scale:g}"
         )
@@ -289,6 +298,7 @@ class Guard:
         """The memory of the inputs is the script's again."""
         self._inputs.forget()
         self._passes.clear()
+        self._scaled = None
         self._norms.clear()
         self._calls_seen = 0
 
@@ -362,6 +372,14 @@ class Guard:
     def _loss(self) -> float:
         return float(self._passes[-1].loss.value()) if self._passes else math.nan
 
+    def _scaled_pass(self, root: Any, loss: Reading, calls: list[Call]) -> _Pass:
+        """A loss that is bad itself is not the scaler's doing: looked at while the graph still has its numbers. Nobody
+        waits for it but a script whose scaler is skipping."""
+        this = _Pass(loss, calls, self._last_place)
+        if not math.isfinite(loss.value()):
+            this.hit = Hit.in_forward(loss.value(), calls, root.grad_fn, this.place)
+        return this
+
     def _poles_of(self, root: Any, calls: list[Call], place: Place | None) -> list[Pole]:
         """Code that had none is asked only now and then: it makes the same graph again."""
         without = self._without_poles.get(place, 0)
@@ -391,7 +409,7 @@ class Guard:
             looked_at = (*looked_at, probed.all[self._turn // _TURN_EVERY % len(probed.all)])
         return [size for parameter in looked_at if (size := _size(parameter)) is not None]
 
-    def _harmless(self, step: int, bad: _Pass, grad_norm: float) -> None:
+    def _harmless(self, step: int, bad: _Pass, optimizer: Any) -> None:
         """A loss that is not finite although its gradients are: told once, for the script's own log shows it.
 
         Not before the step is over: the gradients of a second optimizer are still to be seen.
@@ -404,6 +422,7 @@ class Guard:
         if report is not None:
             unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"
             report = {**report, "evidence": [*report["evidence"], unspoilt]}
+            grad_norm = math.hypot(*(size.value() for size in _all_sizes(_Probed.of(optimizer).all)))
             told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe", "spoils": False}
             self._untold = {**told, **report}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,16 +145,19 @@ class Pole:
 def poles(root: Any, inside: Sequence[range]) -> list[Pole]:
     """Before the backward, which lets these numbers go: the poles of the loss code, if it is short and small."""
     found: list[Pole] = []
-    for _ in range(_LOSS_NODES):
-        if root is None or any(_number(root) in made for made in inside):
-            break
-        saved, limit = _SLOPES.get(_kind(root), ("", 0.0))
-        if saved and not (saved == "_saved_self" and _kind(root) == "Pow" and root._saved_exponent >= 1):
-            values = getattr(root, saved)
+    for node in itertools.islice(nodes_behind(root, inside), _LOSS_NODES):  # of every term that a loss adds up
+        kind = _kind(node)
+        saved, limit = _SLOPES.get(kind, ("", 0.0))
+        if saved and not (kind == "Pow" and not _is_a_root(node._saved_exponent)):
+            values = getattr(node, saved)
             if values.numel() <= _SMALL:
-                found.append(Pole(root, values.detach(), limit))
-        root = root.next_functions[0][0] if root.next_functions else None
+                found.append(Pole(node, values.detach(), limit))
     return found
+
+
+def _is_a_root(exponent: Any) -> bool:
+    """Of a tensor it is not asked: each number has a slope of its own, and a device would have to be waited for."""
+    return isinstance(exponent, (int, float)) and exponent < 1
 
 
 def _kind(node: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.inputs import Call
 from model_check.observe.instrument.readings import local, tensors_in
-from model_check.observe.numerics.origins import Origin, OriginFinder
+from model_check.observe.numerics.origins import Origin, OriginFinder, only_minus_infinity
 from model_check.observe.numerics.ranges import ModuleRange, checkable, is_finite
 
 _MOST_SAMPLES = 32
@@ -109,11 +109,11 @@ def samples_alone(call: Call) -> list[int]:
 
 
 def samples_with_bad_input(call: Call) -> list[int]:
-    """Which samples of the batch hold NaN or infinity before any operation has touched them."""
+    """Which samples of the batch hold NaN or infinity before any operation has touched them; not that of a mask."""
     args, kwargs = call.given()
     bad: set[int] = set()
     for tensor in tensors_in(args, kwargs):
-        if tensor.dim() and checkable(tensor) and not finite(tensor):
+        if tensor.dim() and checkable(tensor) and not finite(tensor) and not only_minus_infinity(tensor):
             rows = torch.isfinite(tensor.detach().reshape(tensor.shape[0], -1)).all(dim=1)
             bad |= set((~rows).nonzero().flatten().tolist())
     return sorted(bad)

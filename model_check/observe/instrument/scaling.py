@@ -33,6 +33,10 @@ class Scaling:
     def is_scaled(self, root: Any) -> bool:
         return self._scaled is not None and self._scaled() is root
 
+    @property
+    def skipping(self) -> bool:
+        return self._skipped > 0
+
     def unscaled(self, root: Any) -> Any:
         loss = self._loss() if self._loss is not None else None
         return loss if loss is not None else root

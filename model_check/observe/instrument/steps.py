@@ -94,7 +94,7 @@ class Steps:
         """`root` is what `backward` was called on, or the first of several."""
         scaled = self._scaling.is_scaled(root)
         loss = reading_of(self._scaling.unscaled(root) if scaled else root)
-        self.guard.backward_begins(root, loss, scaled=scaled)
+        self.guard.backward_begins(root, loss, scaled=scaled, skipping=self._scaling.skipping)
         self._claim_trends()
         if (trends := self._trends) is not None:
             trends.backward_begins(loss)

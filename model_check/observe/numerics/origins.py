@@ -34,6 +34,7 @@ from model_check.observe.numerics.ranges import (
 
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 _RUNS_THE_MODEL = tuple(f"{_PACKAGE}{room}/" for room in ("observe", "engine", "launch", "cli"))
+_REPLAYS_A_SCRIPT = f"{_PACKAGE}observe/instrument/replaying.py"
 _LIBRARIES = (
     f"{Path(torch.__file__).resolve().parent}/",
     *(f"{sysconfig.get_paths()[key]}/" for key in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -130,7 +131,7 @@ class OriginFinder(TorchDispatchMode):
     def _note_given(self, name: str, tensor: torch.Tensor, *, may_mask: bool) -> None:
         if not checkable(tensor) or is_finite(tensor):
             return
-        if may_mask and _only_minus_infinity(tensor):
+        if may_mask and only_minus_infinity(tensor):
             self._origins[_memory(tensor)] = _MEANT
             return
         nowhere = Site("", "", "", "", 0)
@@ -216,8 +217,8 @@ class OriginFinder(TorchDispatchMode):
         meant = [origin for origin in causes if origin is _MEANT]
         if real := [origin for origin in causes if origin is not _MEANT]:
             return real[0]
-        only_minus_infinity = all(_only_minus_infinity(t) for t in bad)
-        if only_minus_infinity and (meant or (name in _MASKING and not bad_inputs) or _writes_a_mask(name, bad_inputs)):
+        masked_out = all(only_minus_infinity(t) for t in bad)
+        if masked_out and (meant or (name in _MASKING and not bad_inputs) or _writes_a_mask(name, bad_inputs)):
             return _MEANT
         unknown = bool(bad_inputs) and not meant and name not in _MASKING
         # Softmax of a row that is masked throughout: every weight is 0, and so is what it divides by.
@@ -310,15 +311,13 @@ def _is_view(func: Any) -> bool:
     return bool(aliases) and not any(info.is_write for info in aliases)
 
 
-def _only_minus_infinity(tensor: torch.Tensor) -> bool:
+def only_minus_infinity(tensor: torch.Tensor) -> bool:
     values = real_part(tensor)
     return not bool(torch.isnan(values).any()) and not bool(torch.isposinf(values).any())
 
 
 def _writes_a_mask(name: str, bad_inputs: list[torch.Tensor]) -> bool:
-    return name in ("triu", "tril", "triu_", "tril_", "copy_", "_to_copy") and all(
-        map(_only_minus_infinity, bad_inputs)
-    )
+    return name in ("triu", "tril", "triu_", "tril_", "copy_", "_to_copy") and all(map(only_minus_infinity, bad_inputs))
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -357,7 +356,8 @@ def _magnitude(
 
 def _model_line(frame: FrameType | None, shown: Callable[[str], str]) -> tuple[str, str]:
     """("file:line", function) of the innermost line that belongs to a model, ours or the user's."""
-    while frame is not None:
+    # Below a replay lies the line at which the script has arrived by now, which has nothing to do with the operation.
+    while frame is not None and frame.f_code.co_filename != _REPLAYS_A_SCRIPT:
         file = frame.f_code.co_filename
         ours = file.startswith(_PACKAGE) and not file.startswith(_RUNS_THE_MODEL)
         if ours or not file.startswith(("<", _PACKAGE, *_LIBRARIES)):
