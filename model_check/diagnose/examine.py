@@ -17,7 +17,7 @@ from model_check.diagnose.hang import hang_findings
 from model_check.diagnose.issues import group_tables
 from model_check.diagnose.memory import retry_findings
 from model_check.diagnose.mismatch import mismatch_findings
-from model_check.diagnose.numerics import explains_failure, left_out_only, numerics_findings
+from model_check.diagnose.numerics import explains_failure, left_out_only, numerics_findings, unwatched_findings
 from model_check.diagnose.reading import Reader
 from model_check.diagnose.silent import drift_findings, name_token_ids, same_batch_findings, wrong_gradient_findings
 from model_check.diagnose.slow import slow_findings
@@ -108,7 +108,7 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     quiet += [] if spoilt or causes else [*same_batch_findings(evidence), *training_warnings(evidence)]
     causes = with_start(evidence, name_token_ids(evidence, causes))
     found = [*numerics, *causes, *start_findings(evidence), *slow, *quiet]
-    found += retry_findings(evidence)
+    found += [*retry_findings(evidence), *unwatched_findings(evidence)]
     # A start that took long is over: what slows the job down now comes first.
     return sorted(found, key=lambda f: (_SEVERITY[f.severity], f.code == "MC101", _CERTAINTY[f.certainty]))
 

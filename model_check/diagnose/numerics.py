@@ -26,6 +26,23 @@ def numerics_findings(evidence: Evidence) -> list[Finding]:
     return nonfinite_findings(evidence) or received_findings(evidence)
 
 
+def unwatched_findings(evidence: Evidence) -> list[Finding]:
+    """Where the guard itself has failed: no findings would otherwise be taken for good health."""
+    failed = {rank.rank: records[0] for rank in evidence.ranks.values() if (records := rank.happened("guard_failed"))}
+    if not failed:
+        return []
+    said = {str(record.get("error")) for record in failed.values()}
+    return [
+        make_finding(
+            "MC417",
+            f"the numbers of {ranks_text(sorted(failed))} are no longer watched",
+            ranks=sorted(failed),
+            evidence=[f"observed: the guard ended itself after {error}" for error in sorted(said)],
+            severity="warning",
+        )
+    ]
+
+
 def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
     """The rank ended because the guard stopped it: what the guard found is the cause, the exception only tells it."""
     return any(f.severity == "error" and f.code in NONFINITE for f in findings) and any(

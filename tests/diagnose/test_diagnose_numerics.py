@@ -53,6 +53,14 @@ def findings(folder: Path, events: dict[int, list[dict[str, Any]]], world_size: 
     return examine(run_dir, live=False).findings
 
 
+def test_a_guard_that_ended_itself_says_so(tmp_path: Path) -> None:
+    failed = {"event": "guard_failed", "error": "TypeError: no such thing", "traceback": ""}
+    (found,) = findings(tmp_path / "run", {1: [failed], 3: [failed, failed]})
+    assert (found.code, found.ranks, found.victims, found.severity) == ("MC417", [1, 3], [], "warning")
+    assert found.title == "the numbers of ranks 1 and 3 are no longer watched"
+    assert found.evidence == ["observed: the guard ended itself after TypeError: no such thing"]
+
+
 def test_the_rank_that_wrote_it_is_guilty_and_the_others_are_victims(tmp_path: Path) -> None:
     (found,) = findings(tmp_path / "run", {2: [EVENT]})
     assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [2], [0, 1, 3], 7)

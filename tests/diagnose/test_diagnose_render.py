@@ -104,7 +104,7 @@ CODES = (
     + [f"MC{n}" for n in range(301, 314)]
     + [f"MC{n}" for n in range(601, 610)]
     + [f"MC{n}" for n in range(901, 908)]
-    + [f"MC{n}" for n in range(401, 417)]
+    + [f"MC{n}" for n in range(401, 418)]
     + [f"MC{n}" for n in range(501, 505)]
     + ["MC701", "MC702", "MC704", "MC705"]
 )

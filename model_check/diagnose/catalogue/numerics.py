@@ -212,4 +212,16 @@ NUMERICS: dict[str, Entry] = {
         ),
         "gradient norm 0.8, 3.1, 12, 55, 240 at steps 50 to 250",
     ),
+    "MC417": Entry(
+        "the numbers are no longer watched",
+        "The numerics guard met something in the script that it cannot handle, and ended itself. The script goes on as "
+        "it would without it; from there on a step that is not finite is not reported.",
+        "A mistake of Model Check's, or a version of torch that does something otherwise than the guard expects.",
+        "The rank writes what was raised inside the guard among its events, with the traceback.",
+        (
+            "report it, with the event guard_failed of the rank: events/rank-N.jsonl in the run directory",
+            "--guard off says that nothing is to be watched",
+        ),
+        "TypeError: '>=' not supported between instances of 'Tensor' and 'str'",
+    ),
 }
