@@ -205,6 +205,25 @@ for step in range(6):
     opt.step()
 """
 
+SAMPLE_BY_SAMPLE = """
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils import get_total_norm
+model = nn.Linear(4, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+def clipped(weights, x):
+    gradients = grad(lambda weights: functional_call(model, weights, (x[None],)).square().mean())(weights)
+    norm = get_total_norm(list(gradients.values()), foreach=False)
+    return {name: gradient / torch.clamp(norm, min=1.0) for name, gradient in gradients.items()}
+for step in range(3):
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    for name, gradients in vmap(clipped, (None, 0))(weights, torch.randn(8, 4)).items():
+        model.get_parameter(name).grad = gradients.mean(0)
+    opt.step()
+opt.zero_grad()
+(model(torch.randn(8, 4)).sum() / torch.zeros(()).sum()).backward()  # HERE
+opt.step()
+"""
+
 
 def line_of(body: str) -> int:
     return next(number for number, line in enumerate((HEAD + body).splitlines(), 1) if line.endswith("# HERE"))
@@ -245,12 +264,21 @@ def test_the_step_the_operation_and_the_line(
     [
         "clip_grad_norm_(weights, 1.0)",
         "clip_grads_with_norm_(weights, 1.0, get_total_norm([p.grad for p in weights]))",
+        "[clip_grad_norm_(part, 1.0) for part in (weights[:2], [], weights[0], weights[1], weights[0], weights[2])]",
+        "clip_grad_norm_(weights, 1.0); nn.Linear(4, 1)(torch.ones(1, 4)).sum().backward()",
     ],
-    ids=["clip_grad_norm_", "get_total_norm"],
+    ids=["clip_grad_norm_", "get_total_norm", "layer by layer", "before another loss"],
 )
 def test_the_norm_of_a_script_that_clips_tells_what_a_part_of_its_gradients_does_not(run: Runner, taken: str) -> None:
     event = event_of(run(HEAD + CLIPS.replace("TAKEN", taken), env={"MODEL_CHECK_GUARD": "observe"}))
     assert (event["cause"], event["step"], event["grad_norm"]) == ("MC402", 3, "inf")
+
+
+def test_a_norm_inside_vmap_has_no_number_to_be_looked_at(run: Runner) -> None:
+    """What is batched there looks like a plain tensor; asking it for its number raises."""
+    event = event_of(run(HEAD + SAMPLE_BY_SAMPLE, env={"MODEL_CHECK_GUARD": "observe"}))
+    assert (event["cause"], event["step"]) == ("MC408", 3)
+    assert event["location"].endswith(f":{line_of(SAMPLE_BY_SAMPLE)}")
 
 
 def test_a_target_that_is_not_finite_is_a_bad_sample(run: Runner) -> None:

@@ -34,7 +34,7 @@ from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
 from model_check.observe.instrument.lossline import Place, Pole, poles
 from model_check.observe.instrument.native import Exchange
-from model_check.observe.instrument.readings import Reading, gradient_of, local, norms_of, reading_of
+from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of, reading_of
 from model_check.observe.numerics.ranges import checkable, is_finite
 
 Mode = Literal["observe", "halt", "off"]
@@ -44,7 +44,7 @@ _TURN_EVERY = 4
 _ENOUGH_LOOKS = 16
 _FIRST_FEW = 4  # parameters
 _FEW = 512  # numbers
-_MOST_NORMS = 4  # that a script takes in a step
+_MOST_NORMS = 4  # of those that a script takes in a step: further ones are added up
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -134,6 +134,7 @@ class Guard:
         self._learning = False  # a forward is under way whose result may be learnt from
         self._passes: list[_Pass] = []
         self._norms: list[Reading] = []  # that the script itself took of the gradients there are
+        self._further_norms: dict[torch.device, torch.Tensor] = {}  # the sums of those that came after the first few
         self._reports = 0
         self._late: weakref.WeakKeyDictionary[Any, _Late] = weakref.WeakKeyDictionary()
         self._own = OwnGradients(every_step=self.mode == "halt")
@@ -179,7 +180,6 @@ class Guard:
         self._catch_up()
         if not self.on:
             return
-        self._norms.clear()
         self._own.backward_begins(p for probed in self._probed.values() for p in probed.all)
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
@@ -189,6 +189,7 @@ class Guard:
         if self._passes and self._passes[-1].gradients_are_gone():
             for earlier in self._passes:
                 earlier.taken_out = True
+            self._forget_norms()
         this = _Pass(loss, calls, self._last_place)
         self._passes.append(this)
         if not loss.ready:
@@ -217,8 +218,22 @@ class Guard:
             self._own.backward_ended()
 
     def norm_taken(self, norm: Any) -> None:
-        if self.on and len(self._norms) < _MOST_NORMS and (taken := reading_of(norm)) is not None:
-            self._norms.append(taken)
+        """Kept until the step is over: a script may compute another loss before it applies what it has clipped."""
+        plain = local(norm)
+        if not self.on or plain is None or capturing(plain):
+            return
+        if len(self._norms) < _MOST_NORMS:
+            if (taken := reading_of(plain)) is not None:
+                self._norms.append(taken)
+            return
+        # It clips layer by layer. A copy for each would be too dear; a sum is finite only if all that is in it is.
+        with torch.no_grad():
+            before = self._further_norms.get(plain.device)
+            self._further_norms[plain.device] = plain.to(torch.float32, copy=True) if before is None else before + plain
+
+    def _forget_norms(self) -> None:
+        self._norms.clear()
+        self._further_norms.clear()
 
     def refuse_if_halted(self) -> None:
         """Once a step has been refused, so is every later one: the run is over."""
@@ -240,7 +255,8 @@ class Guard:
         in_time = looked if looked is not None and (looked.ready or self.mode == "halt") else None
         ready = [size for size in sizes if size.ready or self.mode == "halt"]
         known = [size.value() for size in ready]
-        taken = [norm for norm in self._norms if norm.ready or self.mode == "halt"]
+        asked = [*self._norms, *(Reading.of(total) for total in self._further_norms.values())]
+        taken = [norm for norm in asked if norm.ready or self.mode == "halt"]
         norms = [norm.value() for norm in taken]
         bad = self._bad_pass()
         grad_norm = math.hypot(*known) if known else math.nan
@@ -261,7 +277,7 @@ class Guard:
         else:
             self._own.step_was_good(in_time)
         unanswered = [size for size in sizes if size not in ready]
-        to_come = [norm for norm in self._norms if norm not in taken]
+        to_come = [norm for norm in asked if norm not in taken]
         self._late[optimizer] = _Late(step, unanswered, to_come, looked if in_time is None else None)
         self.history.step(self._loss(), grad_norm, self._rate)
         self._settled = True
@@ -289,7 +305,7 @@ class Guard:
         """The memory of the inputs is the script's again."""
         self._inputs.forget()
         self._passes.clear()
-        self._norms.clear()
+        self._forget_norms()
         self._calls_seen = 0
 
     def forget_whose(self) -> None:
