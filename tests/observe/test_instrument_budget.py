@@ -26,6 +26,7 @@ from model_check.observe.instrument.budget import (
     Prices,
 )
 from model_check.observe.instrument.exchanges import OwnGradients
+from model_check.observe.instrument.guard import _own_share
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,6 +147,10 @@ def _step(own: OwnGradients, model: Any, spoilt: float) -> None:
     """As the dispatcher and the optimizer tell of it."""
     own.forget()
     model.zero_grad()
+    _pass(own, model, spoilt)
+
+
+def _pass(own: OwnGradients, model: Any, spoilt: float = 1.0) -> None:
     own.backward_begins(model.parameters())
     x = torch.ones(2, 512)
     x[1] *= spoilt
@@ -177,3 +182,23 @@ def test_where_all_would_be_too_dear_a_part_is_looked_at_in_every_step(exchanged
         assert looked is not None
         assert looked.numbers == numbers if step == 0 else looked.numbers < numbers
         assert looked.bad().startswith("the gradient") == (step == 39)
+
+
+@pytest.mark.usefixtures("lone_group")
+def test_parts_of_many_passes_are_never_taken_for_a_look_at_everything() -> None:
+    """Each pass reads the same groups again: however many numbers that makes, this rank is not known to be clean."""
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 300))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = OwnGradients(every_step=False)
+    own.learn_names(model)
+    _step(own, model, 1.0)
+    looked = own.at_the_optimizer(list(model.parameters()))
+    assert looked is not None and _own_share(looked, optimizer).clean
+    own.forget()
+    own._account.budget._left_s = 1e-9  # the advance is spent
+    for _ in range(40):
+        _pass(own, model)
+    looked = own.at_the_optimizer(list(model.parameters()))
+    held = sum(p.numel() for p in model.parameters())
+    assert looked is not None and looked.numbers >= held
+    assert not looked.bad() and not _own_share(looked, optimizer).clean

@@ -463,7 +463,9 @@ def _own_share(looked: Looked | None, optimizer: Any) -> OwnShare:
     bad = looked.bad()
     trained = (local(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     held = sum(weight.numel() for weight in trained if weight is not None)
-    return OwnShare(bad, clean=not bad and looked.before_exchange and looked.numbers >= held)
+    # Numbers alone do not tell: several passes add up, and a shard is less than the unit that was looked at.
+    all_read = looked.in_full and looked.numbers >= held
+    return OwnShare(bad, clean=not bad and looked.before_exchange and all_read)
 
 
 def _learning_rate(optimizer: Any) -> float:
