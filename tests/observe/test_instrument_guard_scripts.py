@@ -205,6 +205,38 @@ for step in range(6):
     opt.step()
 """
 
+ALONE_ON_A_RANK = """
+from torch.nn.utils import clip_grad_norm_
+from model_check.observe.instrument.steps import of_this_thread
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+class Lone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[-1, -1] = float("inf") if (step, rank) == (3, 1) else 0.0
+        return gradient
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 512), nn.Parameter(torch.randn(512, 512) / 32)
+    def forward(self, x):
+        return self.first(x) @ Lone.apply(self.weight)
+model = nn.parallel.DistributedDataParallel(Net())
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(5):
+    opt.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    of_this_thread().guard._own._account.budget._left_s = 1e-9
+    loss.backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+torch.distributed.destroy_process_group()
+"""
+
 SAMPLE_BY_SAMPLE = """
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import get_total_norm
@@ -272,6 +304,16 @@ def test_the_step_the_operation_and_the_line(
 def test_the_norm_of_a_script_that_clips_tells_what_a_part_of_its_gradients_does_not(run: Runner, taken: str) -> None:
     event = event_of(run(HEAD + CLIPS.replace("TAKEN", taken), env={"MODEL_CHECK_GUARD": "observe"}))
     assert (event["cause"], event["step"], event["grad_norm"]) == ("MC402", 3, "inf")
+
+
+@pytest.mark.slow
+def test_a_rank_whose_own_backward_does_it_again_is_named_although_its_part_did_not_show_it(run: Runner) -> None:
+    outcome = run(HEAD + ALONE_ON_A_RANK, env={"MODEL_CHECK_GUARD": "observe"}, world=2)
+    assert outcome.codes == [0, 0], outcome.errors
+    assert [outcome.events("nonfinite", 0), outcome.events("nonfinite_received", 1)] == [[], []]
+    (event,), (received,) = outcome.events("nonfinite", 1), outcome.events("nonfinite_received", 0)
+    assert (event["cause"], event["step"], event["grad_norm"], event["deterministic"]) == ("MC402", 3, "inf", True)
+    assert received["step"] == 3
 
 
 def test_a_norm_inside_vmap_has_no_number_to_be_looked_at(run: Runner) -> None:
