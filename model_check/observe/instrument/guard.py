@@ -273,7 +273,9 @@ class Guard:
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
             if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
                 hit = self._among_peers(self._gradient_hit(own), in_time)
-                self._found(step, hit, math.hypot(*norms) if norms else grad_norm)
+                if norms and (math.isfinite(grad_norm) or not all(map(math.isfinite, norms))):
+                    grad_norm = math.hypot(*norms)  # else the script has taken the norm of others than these
+                self._found(step, hit, grad_norm)
         else:
             self._own.step_was_good(in_time)
         unanswered = [size for size in sizes if size not in ready]
