@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from model_check.observe.instrument.budget import (
     NOTHING,
     PARTS,
     SHARE,
+    Account,
+    Amount,
     Budget,
     Choice,
     Part,
@@ -96,6 +99,20 @@ def test_the_price_of_a_part_is_that_of_the_nearest_one_which_was_read() -> None
     prices.learn("cpu", 1000, 16, 10.0)
     assert [prices.seconds("cpu", 1000, of) for of in (1, 8, 16, 32)] == [64.0, 20.0, 10.0, 5.0]
     assert prices.seconds("cuda", 1000, 1) < 1e-6  # of another device nothing is known
+
+
+def test_small_buckets_do_not_make_large_ones_dear() -> None:
+    """One of 16 MB takes a millisecond, six of 256 bytes ten microseconds each: together little more than the one."""
+    account, buckets = Account(), [torch.zeros(1 << 22), *[torch.zeros(64)] * 6]
+    for _ in range(3):
+        part, amount = account.part_of_a_step(), Amount()
+        for bucket in buckets:
+            amount.add(bucket)
+            seconds = 1e-3 if bucket.numel() > 64 else 1e-5
+            account.looked_here(bucket.nbytes, part, time.perf_counter() - seconds)
+        account.step_ended(amount)
+        assert part.choice == EVERYTHING
+    assert 1e-3 < account._price(EVERYTHING) < 0.05
 
 
 @settings(max_examples=60, deadline=None)
