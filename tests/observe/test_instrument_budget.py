@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +21,15 @@ from model_check.observe.instrument.budget import (
     NOTHING,
     PARTS,
     SHARE,
+    Account,
+    Amount,
     Budget,
     Choice,
     Part,
     Prices,
 )
 from model_check.observe.instrument.exchanges import OwnGradients
+from model_check.observe.instrument.guard import _own_share
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,6 +101,20 @@ def test_the_price_of_a_part_is_that_of_the_nearest_one_which_was_read() -> None
     assert prices.seconds("cuda", 1000, 1) < 1e-6  # of another device nothing is known
 
 
+def test_small_buckets_do_not_make_large_ones_dear() -> None:
+    """One of 16 MB takes a millisecond, six of 256 bytes ten microseconds each: together little more than the one."""
+    account, buckets = Account(), [torch.zeros(1 << 22), *[torch.zeros(64)] * 6]
+    for _ in range(3):
+        part, amount = account.part_of_a_step(), Amount()
+        for bucket in buckets:
+            amount.add(bucket)
+            seconds = 1e-3 if bucket.numel() > 64 else 1e-5
+            account.looked_here(bucket.nbytes, part, time.perf_counter() - seconds)
+        account.step_ended(amount)
+        assert part.choice == EVERYTHING
+    assert 1e-3 < account._price(EVERYTHING) < 0.05
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300_000), st.sampled_from([EVERYTHING, *PARTS]), st.sampled_from([Part.groups, Part.slice]))
 def test_nothing_is_left_out_for_good(
@@ -146,6 +164,10 @@ def _step(own: OwnGradients, model: Any, spoilt: float) -> None:
     """As the dispatcher and the optimizer tell of it."""
     own.forget()
     model.zero_grad()
+    _pass(own, model, spoilt)
+
+
+def _pass(own: OwnGradients, model: Any, spoilt: float = 1.0) -> None:
     own.backward_begins(model.parameters())
     x = torch.ones(2, 512)
     x[1] *= spoilt
@@ -177,3 +199,23 @@ def test_where_all_would_be_too_dear_a_part_is_looked_at_in_every_step(exchanged
         assert looked is not None
         assert looked.numbers == numbers if step == 0 else looked.numbers < numbers
         assert looked.bad().startswith("the gradient") == (step == 39)
+
+
+@pytest.mark.usefixtures("lone_group")
+def test_parts_of_many_passes_are_never_taken_for_a_look_at_everything() -> None:
+    """Each pass reads the same groups again: however many numbers that makes, this rank is not known to be clean."""
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 300))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = OwnGradients(every_step=False)
+    own.learn_names(model)
+    _step(own, model, 1.0)
+    looked = own.at_the_optimizer(list(model.parameters()))
+    assert looked is not None and _own_share(looked, optimizer).clean
+    own.forget()
+    own._account.budget._left_s = 1e-9  # the advance is spent
+    for _ in range(40):
+        _pass(own, model)
+    looked = own.at_the_optimizer(list(model.parameters()))
+    held = sum(p.numel() for p in model.parameters())
+    assert looked is not None and looked.numbers >= held
+    assert not looked.bad() and not _own_share(looked, optimizer).clean

@@ -331,6 +331,13 @@ def test_a_norm_that_overflows_in_good_health_is_no_fault(watched: Callable[...,
     assert run.events("nonfinite") == []
 
 
+def test_a_norm_of_other_gradients_is_not_shown_for_that_of_the_bad_ones(watched: Callable[..., Script]) -> None:
+    run = watched(Distance())
+    run.step(torch.ones(4, 6), lambda out: out.mean(), norm=torch.tensor(2.0))
+    (event,) = run.events("nonfinite")
+    assert (event["cause"], event["op"], str(event["grad_norm"])) == ("MC402", "sqrt", "nan")
+
+
 def test_a_loss_code_that_was_handed_bad_numbers_is_not_blamed(watched: Callable[..., Script]) -> None:
     """The forward cannot be run again and its result is gone: the graph tells that the loss code only received it."""
     run = watched(Net())

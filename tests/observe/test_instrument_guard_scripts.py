@@ -248,6 +248,57 @@ for step in range(16):
     scaler.update()
 """
 
+ALONE_ON_A_RANK = """
+from torch.nn.utils import clip_grad_norm_
+from model_check.observe.instrument.steps import of_this_thread
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+class Lone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient[-1, -1] = float("inf") if (step, rank) == (3, 1) else 0.0
+        return gradient
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 512), nn.Parameter(torch.randn(512, 512) / 32)
+    def forward(self, x):
+        return self.first(x) @ Lone.apply(self.weight)
+model = nn.parallel.DistributedDataParallel(Net())
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(5):
+    opt.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    of_this_thread().guard._own._account.budget._left_s = 1e-9
+    loss.backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+torch.distributed.destroy_process_group()
+"""
+
+SAMPLE_BY_SAMPLE = """
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils import get_total_norm
+model = nn.Linear(4, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+def clipped(weights, x):
+    gradients = grad(lambda weights: functional_call(model, weights, (x[None],)).square().mean())(weights)
+    norm = get_total_norm(list(gradients.values()), foreach=False)
+    return {name: gradient / torch.clamp(norm, min=1.0) for name, gradient in gradients.items()}
+for step in range(3):
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    for name, gradients in vmap(clipped, (None, 0))(weights, torch.randn(8, 4)).items():
+        model.get_parameter(name).grad = gradients.mean(0)
+    opt.step()
+opt.zero_grad()
+(model(torch.randn(8, 4)).sum() / torch.zeros(()).sum()).backward()  # HERE
+opt.step()
+"""
+
 
 def line_of(body: str) -> int:
     return next(number for number, line in enumerate((HEAD + body).splitlines(), 1) if line.endswith("# HERE"))
@@ -301,8 +352,10 @@ def test_the_step_the_operation_and_the_line(
     [
         "clip_grad_norm_(weights, 1.0)",
         "clip_grads_with_norm_(weights, 1.0, get_total_norm([p.grad for p in weights]))",
+        "[clip_grad_norm_(part, 1.0) for part in (weights[:2], [], weights[0], weights[1], weights[0], weights[2])]",
+        "clip_grad_norm_(weights, 1.0); nn.Linear(4, 1)(torch.ones(1, 4)).sum().backward()",
     ],
-    ids=["clip_grad_norm_", "get_total_norm"],
+    ids=["clip_grad_norm_", "get_total_norm", "layer by layer", "before another loss"],
 )
 def test_the_norm_of_a_script_that_clips_tells_what_a_part_of_its_gradients_does_not(run: Runner, taken: str) -> None:
     event = event_of(run(HEAD + CLIPS.replace("TAKEN", taken), env={"MODEL_CHECK_GUARD": "observe"}))
@@ -315,6 +368,24 @@ def test_what_follows_the_first_module_is_not_said_to_be_before_it(run: Runner) 
     assert (event["module"], event["ranges"]) == ("0", [])
     assert "steps in a row were left out" in event["evidence"][0]
     assert "train.py" not in event["evidence"][1]
+
+
+@pytest.mark.slow
+def test_a_rank_whose_own_backward_does_it_again_is_named_although_its_part_did_not_show_it(run: Runner) -> None:
+    outcome = run(HEAD + ALONE_ON_A_RANK, env={"MODEL_CHECK_GUARD": "observe"}, world=2)
+    assert outcome.codes == [0, 0], outcome.errors
+    assert [outcome.events("nonfinite", 0), outcome.events("nonfinite_received", 1)] == [[], []]
+    (event,), (received,) = outcome.events("nonfinite", 1), outcome.events("nonfinite_received", 0)
+    assert (event["cause"], event["step"], event["grad_norm"], event["deterministic"]) == ("MC402", 3, "inf", True)
+    assert received["step"] == 3
+
+
+@pytest.mark.slow
+def test_a_norm_inside_vmap_has_no_number_to_be_looked_at(run: Runner) -> None:
+    """What is batched there looks like a plain tensor; asking it for its number raises."""
+    event = event_of(run(HEAD + SAMPLE_BY_SAMPLE, env={"MODEL_CHECK_GUARD": "observe"}))
+    assert (event["cause"], event["step"]) == ("MC408", 3)
+    assert event["location"].endswith(f":{line_of(SAMPLE_BY_SAMPLE)}")
 
 
 def test_a_target_that_is_not_finite_is_a_bad_sample(run: Runner) -> None:

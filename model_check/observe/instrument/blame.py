@@ -172,7 +172,8 @@ def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = No
     if hit.scaler and origin is None and not seen_in_loss_code:
         return {**_body(hit, "MC403", []), "location": _line(hit.place)}
     if hit.direction == "backward" and origin is None and hit.in_loss_code is None:
-        return _report_unexplained_gradient(hit) if is_alone() or hit.own.bad else None
+        guilty = is_alone() or bool(hit.own.bad) or _bad_once_more(hit)
+        return _report_unexplained_gradient(hit) if guilty else None
     if origin is not None and not seen_in_loss_code:
         body = _report_origin(hit, origin, history, rate)
         if not (origin.given or "").startswith("parameter"):
@@ -181,6 +182,11 @@ def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = No
     if hit.in_loss_code is not None:
         return _report_loss_code(hit, hit.in_loss_code, history, rate)
     return _report_without_line(hit, history, rate)
+
+
+def _bad_once_more(hit: Hit) -> bool:
+    """This rank's own backward, without its peers, gives bad gradients again: it needs none of them for that."""
+    return hit.replay is not None and hit.replay.gradients_finite is False
 
 
 def is_alone() -> bool:
@@ -286,7 +292,7 @@ def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, A
 def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
     where = {"location": _line(hit.place), "tensor": hit.own.bad.removeprefix("the ") or None}
     before_exchange = bool(hit.own.bad) and not is_alone()
-    if hit.replay is not None and hit.replay.gradients_finite is False:
+    if _bad_once_more(hit):
         again = "observed: run once more, the backward gives it again"
         which = "inferred: made by a hook on a gradient or an autograd.Function's backward, no operation of torch's"
         return {**_body(hit, "MC402", [again, which]), **where, "deterministic": True, "fix": [_HOOKS]}

@@ -139,6 +139,7 @@ class Account:
         self._prices = Prices()
         self._usual = Amount()
         self._turn = 0
+        self._read_here: dict[int, tuple[int, float]] = {}  # in this step by the CPU: bytes and seconds, by part
 
     def part_of_a_step(self) -> Part:
         return Part(self.budget.part_of_a_step(self._price), self._turn, self._usual.buckets)
@@ -155,6 +156,10 @@ class Account:
         if amount.buckets:
             self._usual = amount
             self._turn += 1
+        # Of a step as a whole: a byte of a tiny bucket costs a thousand times as much as one of a large bucket.
+        for of, (nbytes, seconds) in self._read_here.items():
+            self._prices.learn("cpu", nbytes, of, seconds)
+        self._read_here.clear()
 
     def look(self, check: LocalCheck, tensor: torch.Tensor, part: Part, *, overlaps: bool) -> torch.cuda.Stream | None:
         """Looks at what a GPU holds, and returns the stream behind which it may be written to."""
@@ -177,7 +182,8 @@ class Account:
 
     def looked_here(self, nbytes: int, part: Part, began: float) -> None:
         seconds = time.perf_counter() - began
-        self._prices.learn("cpu", nbytes, part.of, seconds)
+        before = self._read_here.get(part.of, (0, 0.0))
+        self._read_here[part.of] = before[0] + nbytes, before[1] + seconds
         self.budget.spend(seconds)
 
     def looked_in_slices(self, nbytes: int, part: Part) -> None:

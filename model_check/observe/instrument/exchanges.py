@@ -66,6 +66,7 @@ class Looked:
     parts: Sequence[tuple[Sequence[Piece], Reading]]  # the nearest to the loss first
     numbers: int  # how many of gradients were looked at
     before_exchange: bool
+    in_full: bool = True  # of none of them only a part
     bad_now: Sequence[Piece] = ()  # bad ones that are known already, in their order
     earlier: Looked | None = None  # at what went through the passes
     mixed_at: int = 0  # the first exchange whose result went on through a pass; 0: none
@@ -106,6 +107,7 @@ class _Pieces:
 
     looked_at: dict[torch.device, list[Piece]] = field(default_factory=dict)
     numbers: int = 0  # of gradients, that were read
+    in_full: bool = True  # none was left out, or read in part
     amount: Amount = field(default_factory=Amount)
     exchanges: int = 0  # whether or not they were looked at
     mixed_at: int = 0  # the first of them whose result went on through a pass; 0: none
@@ -202,7 +204,9 @@ class OwnGradients:
             number = pieces.amount.buckets
             name = unit or self._bucket_name(number - 1, tensor, modules)
             piece = Piece(name, pieces.exchanges, _name_of(exchange.group))
-            if self._part.includes(number):
+            included = self._part.includes(number)
+            pieces.in_full = pieces.in_full and included and self._part.numbers(tensor) == tensor.numel()
+            if included:
                 behind = self._look(tensor, piece, modules, overlaps=exchange.overlaps) or behind
         if not gradients:
             self._look_at_activations(exchange)
@@ -292,8 +296,14 @@ class OwnGradients:
         if not pieces.looked_at:
             return
         parts = [(looked_at, self._sums(device)) for device, looked_at in pieces.looked_at.items()]
-        bad_now, mixed_at = tuple(pieces.bad_now), pieces.mixed_at
-        self._earlier = Looked(parts, pieces.numbers, before_exchange=True, bad_now=bad_now, mixed_at=mixed_at)
+        self._earlier = Looked(
+            parts,
+            pieces.numbers,
+            before_exchange=True,
+            in_full=pieces.in_full,
+            bad_now=tuple(pieces.bad_now),
+            mixed_at=pieces.mixed_at,
+        )
         if pieces.numbers:  # activations alone say nothing of gradients that are still to be exchanged, or never are
             self._looked = self._earlier
 
@@ -335,13 +345,14 @@ class OwnGradients:
     def _look_at(self, parameters: Sequence[Any], *, before_exchange: bool) -> Looked | None:
         began, part = time.perf_counter(), self._part
         by_device: dict[torch.device, tuple[list[Piece], list[torch.Tensor]]] = {}
-        amount = Amount(buckets=1)
+        amount, in_full = Amount(buckets=1), True
         for parameter in reversed(parameters):
             gradient = gradient_of(parameter)
             if gradient is not None and gradient.numel() and checkable(gradient):
                 pieces, gradients = by_device.setdefault(gradient.device, ([], []))
                 pieces.append(Piece(self._name(parameter)))
                 gradients.append(part.slice(gradient.detach()))
+                in_full = in_full and gradients[-1].numel() == gradient.numel()
                 amount.nbytes[gradient.device.type] += gradient.nbytes
         parts, numbers = [], 0
         self._pieces.amount = amount
@@ -354,7 +365,7 @@ class OwnGradients:
             self._account.looked_in_slices(amount.nbytes["cuda"], part)
         else:
             self._account.looked_here(amount.nbytes["cpu"], part, began)
-        looked = Looked(parts, numbers, before_exchange, mixed_at=self._pieces.mixed_at)
+        looked = Looked(parts, numbers, before_exchange, in_full, mixed_at=self._pieces.mixed_at)
         return looked.with_earlier(self._earlier) if parts else None
 
     def _name(self, parameter: Any) -> str:

@@ -34,7 +34,7 @@ from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
 from model_check.observe.instrument.lossline import Place, Pole, poles
 from model_check.observe.instrument.native import Exchange
-from model_check.observe.instrument.readings import Reading, gradient_of, local, norms_of, reading_of
+from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of, reading_of
 from model_check.observe.numerics.ranges import checkable, is_finite
 
 Mode = Literal["observe", "halt", "off"]
@@ -44,7 +44,7 @@ _TURN_EVERY = 4
 _ENOUGH_LOOKS = 16
 _FIRST_FEW = 4  # parameters
 _FEW = 512  # numbers
-_MOST_NORMS = 4  # that a script takes in a step
+_MOST_NORMS = 4  # of those that a script takes in a step: further ones are added up
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -135,6 +135,7 @@ class Guard:
         self._passes: list[_Pass] = []
         self._scaled: _Pass | None = None  # the newest whose loss a GradScaler multiplies
         self._norms: list[Reading] = []  # that the script itself took of the gradients there are
+        self._further_norms: dict[torch.device, torch.Tensor] = {}  # the sums of those that came after the first few
         self._reports = 0
         self._late: weakref.WeakKeyDictionary[Any, _Late] = weakref.WeakKeyDictionary()
         self._own = OwnGradients(every_step=self.mode == "halt")
@@ -183,7 +184,6 @@ class Guard:
         self._catch_up()
         if not self.on:
             return
-        self._norms.clear()
         self._own.backward_begins(p for probed in self._probed.values() for p in probed.all)
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
@@ -195,6 +195,7 @@ class Guard:
         if self._passes and self._passes[-1].gradients_are_gone():
             for earlier in self._passes:
                 earlier.taken_out = True
+            self._forget_norms()
         this = _Pass(loss, calls, self._last_place)
         self._passes.append(this)
         if not loss.ready:
@@ -223,8 +224,22 @@ class Guard:
             self._own.backward_ended()
 
     def norm_taken(self, norm: Any) -> None:
-        if self.on and len(self._norms) < _MOST_NORMS and (taken := reading_of(norm)) is not None:
-            self._norms.append(taken)
+        """Kept until the step is over: a script may compute another loss before it applies what it has clipped."""
+        plain = local(norm)
+        if not self.on or plain is None or capturing(plain):
+            return
+        if len(self._norms) < _MOST_NORMS:
+            if (taken := reading_of(plain)) is not None:
+                self._norms.append(taken)
+            return
+        # It clips layer by layer. A copy for each would be too dear; a sum is finite only if all that is in it is.
+        with torch.no_grad():
+            before = self._further_norms.get(plain.device)
+            self._further_norms[plain.device] = plain.to(torch.float32, copy=True) if before is None else before + plain
+
+    def _forget_norms(self) -> None:
+        self._norms.clear()
+        self._further_norms.clear()
 
     def refuse_if_halted(self) -> None:
         """Once a step has been refused, so is every later one: the run is over."""
@@ -246,7 +261,8 @@ class Guard:
         in_time = looked if looked is not None and (looked.ready or self.mode == "halt") else None
         ready = [size for size in sizes if size.ready or self.mode == "halt"]
         known = [size.value() for size in ready]
-        taken = [norm for norm in self._norms if norm.ready or self.mode == "halt"]
+        asked = [*self._norms, *(Reading.of(total) for total in self._further_norms.values())]
+        taken = [norm for norm in asked if norm.ready or self.mode == "halt"]
         norms = [norm.value() for norm in taken]
         bad = self._bad_pass()
         grad_norm = math.hypot(*known) if known else math.nan
@@ -263,13 +279,13 @@ class Guard:
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
             if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
                 hit = self._among_peers(self._gradient_hit(own), in_time)
-                # What was probed may all be finite, and is then not the norm: one of the others is bad.
-                probed = math.nan if math.isfinite(grad_norm) else grad_norm
-                self._found(step, hit, math.hypot(*norms) if norms else probed)
+                # What was probed, and what the script took the norm of, may be others than the bad ones.
+                sizes_seen = (math.hypot(*norms), grad_norm)
+                self._found(step, hit, next((size for size in sizes_seen if not math.isfinite(size)), math.nan))
         else:
             self._own.step_was_good(in_time)
         unanswered = [size for size in sizes if size not in ready]
-        to_come = [norm for norm in self._norms if norm not in taken]
+        to_come = [norm for norm in asked if norm not in taken]
         self._late[optimizer] = _Late(step, unanswered, to_come, looked if in_time is None else None)
         self.history.step(self._loss(), grad_norm, self._rate)
         self._settled = True
@@ -299,7 +315,7 @@ class Guard:
         self._inputs.forget()
         self._passes.clear()
         self._scaled = None
-        self._norms.clear()
+        self._forget_norms()
         self._calls_seen = 0
 
     def forget_whose(self) -> None:
@@ -466,7 +482,9 @@ def _own_share(looked: Looked | None, optimizer: Any) -> OwnShare:
     bad = looked.bad()
     trained = (local(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     held = sum(weight.numel() for weight in trained if weight is not None)
-    return OwnShare(bad, clean=not bad and looked.before_exchange and looked.numbers >= held)
+    # Numbers alone do not tell: several passes add up, and a shard is less than the unit that was looked at.
+    all_read = looked.in_full and looked.numbers >= held
+    return OwnShare(bad, clean=not bad and looked.before_exchange and all_read)
 
 
 def _learning_rate(optimizer: Any) -> float:

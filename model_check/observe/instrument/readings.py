@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MOST_TENSORS = 16
@@ -25,6 +26,8 @@ def local(tensor: Any) -> torch.Tensor | None:
         tensor = getattr(tensor, "_local_tensor", None)  # a DTensor: its operations would be collectives
         if type(tensor) not in _PLAIN:
             return None
+    if is_functorch_wrapped_tensor(tensor):  # inside vmap a plain one by its type, without numbers of its own
+        return None
     return tensor if (tensor.is_cpu or tensor.is_cuda) and tensor.layout is torch.strided else None
 
 
