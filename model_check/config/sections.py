@@ -280,9 +280,9 @@ class DebugSection(Section):
     )
     on_nan: Literal["auto", "halt", "skip", "rollback"] = Field(
         default="auto",
-        description="What follows a step that is not finite: stop, go on without it, or go back to the last checkpoint "
-        "and leave its data out (3 times at most without a newer one). `auto`: halt where debug.nan is true, else "
-        "skip.",
+        description="What follows a step that is not finite: stop, go on without it (at most 20 in a row), or go back "
+        "to the last checkpoint and leave its data out (3 times at most without a newer one). `auto`: halt where "
+        "debug.nan is true, else skip.",
     )
     dump_gb: float = Field(
         default=2.0,

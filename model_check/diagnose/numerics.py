@@ -17,6 +17,7 @@ from model_check.rundir import Finding
 from model_check.rundir.verdict import Certainty, Severity
 
 _RANGES_SHOWN = 3
+_NOT_AS_ASKED = "(debug.on_nan)"  # how our own trainer ends the sentence that says why it stops all the same
 _EXPLAINED_SKIPS = 3  # by our own trainer, of all the steps it leaves out
 NONFINITE = frozenset(f"MC4{number:02d}" for number in range(1, 10))
 
@@ -221,6 +222,8 @@ def _sentences(records: list[tuple[int, Mapping[str, Any]]], record: Mapping[str
     if len(steps) >= _EXPLAINED_SKIPS and all(seen.get("action") == "skip" for _, seen in records):
         lines.append("inferred: there may be more: the first 3 skipped steps are explained, metrics.jsonl marks all")
     lines += _gone_back(records)
+    later = [str(line) for _, seen in records for line in _list(seen.get("evidence"))]
+    lines += sorted({line for line in later if line.endswith(_NOT_AS_ASKED)} - set(lines))
     for path in sorted({str(seen.get("dump")) for _, seen in records if seen.get("dump")}):
         lines.append(f"observed: tensors are in {path}")
     return lines

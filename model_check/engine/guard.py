@@ -39,6 +39,8 @@ IGNORED_LABEL = -100
 MOST_ROLLBACKS = 3
 # Skipping may go on for ever; explaining every skip would cost more than the training.
 MOST_EXPLAINED = 3
+# Left out one after the other: whatever is bad in all of them is not in the data.
+MOST_IN_A_ROW = 20
 # Trying samples one by one costs a forward pass each.
 MOST_SAMPLES = 64
 _STEPS_REMEMBERED = 20
@@ -90,7 +92,7 @@ class Guard:
         self._before: deque[StepNumbers] = deque(maxlen=_STEPS_REMEMBERED)
         self._steps_done = 0
         self._last_good_scale: float | None = None
-        self._explained = self._rollbacks = 0
+        self._explained = self._rollbacks = self._in_a_row = 0
         self._back_to = -1  # the step of the newest checkpoint that the run went back to
         self._weight_size = _weight_size(bare_model)
         self.dumped = False  # the tensors of the last bad step are on disk
@@ -107,6 +109,7 @@ class Guard:
         """A step that is over."""
         self._steps_done += 1
         if not info.skipped:
+            self._in_a_row = 0
             self._last_good_scale = info.scale
             self._before.append(StepNumbers(info.loss, info.grad_norm, info.lr))
 
@@ -122,7 +125,14 @@ class Guard:
         """
         action, why = self._wanted, ""
         self._explained += 1
-        if action == "skip" and self._explained > MOST_EXPLAINED:
+        self._in_a_row += 1
+        if action == "skip" and self._in_a_row >= MOST_IN_A_ROW:
+            # A weight that is bad already, for one: nothing is learnt any more, and the next one is no better.
+            action, why = (
+                "halt",
+                f"observed: {self._in_a_row} steps in a row are not finite, so it stops (debug.on_nan)",
+            )
+        elif action == "skip" and self._explained > MOST_EXPLAINED:
             self._train_step.release()
             return None
         if action == "rollback" and (reason := self._why_not_back(checkpoint)):

@@ -17,6 +17,7 @@ from torch import nn
 from model_check import DDPTrainer, SimpleModel
 from model_check.data.loader import Batch
 from model_check.diagnose import examine
+from model_check.engine.guard import MOST_IN_A_ROW
 from model_check.engine.place import Place
 from model_check.engine.precision import Precision
 from model_check.engine.step import TrainStep
@@ -224,6 +225,27 @@ def test_a_weight_that_is_bad_already(run_dir: RunDir) -> None:
     assert finding(run_dir).fix == [
         "start from weights that are finite: look at model.model_path, or --resume an older checkpoint"
     ]
+
+
+def test_skipping_ends_where_every_step_is_bad(run_dir: RunDir) -> None:
+    model = Regression()
+    with torch.no_grad():
+        model.body.weight[1, 2] = math.nan
+    with pytest.raises(NumericsError, match=rf"\[MC401\] step {MOST_IN_A_ROW - 1} .*parameter body.weight"):
+        train(model, [(X,)], steps=2 * MOST_IN_A_ROW, debug={"on_nan": "skip"})
+    assert (
+        f"observed: {MOST_IN_A_ROW} steps in a row are not finite, so it stops (debug.on_nan)"
+        in finding(run_dir).evidence
+    )
+    assert finding(run_dir).severity == "error"
+
+
+def test_skipping_goes_on_while_a_step_is_good_now_and_then(run_dir: RunDir) -> None:
+    bad = X.clone()
+    bad[0, 0] = math.inf
+    batches = [*[(bad,)] * (MOST_IN_A_ROW - 1), (X,)]
+    result = train(Regression(), batches, steps=2 * len(batches), debug={"on_nan": "skip"})
+    assert [info.step for info in result.steps if not info.skipped] == [MOST_IN_A_ROW - 1, 2 * MOST_IN_A_ROW - 1]
 
 
 class Once(Regression):
