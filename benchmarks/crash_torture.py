@@ -123,7 +123,6 @@ class Torture:
         self.steps = steps
         self.dice = dice
         self.run_dir = folder / "live"
-        self.lineage = folder / ".checkpoints" / "live"
         self._server = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), "--serve"],
             cwd=folder,
@@ -201,10 +200,14 @@ class Torture:
         return self._staging() - seen
 
     def _staging(self) -> set[str]:
-        return {path.name for path in self.lineage.glob(".staging-*")}
+        return {f"{path.parent.name}/{path.name}" for path in self.saved(".staging-*")}
+
+    def saved(self, pattern: str) -> list[Path]:
+        """A life that dies before its first commit leaves nothing to go on from: the next has a folder of its own."""
+        return sorted((self.folder / ".checkpoints").glob(f"{self.run_dir.name}*/{pattern}"))
 
     def newest_committed(self) -> int | None:
-        steps = [int(path.name.removeprefix("step_")) for path in self.lineage.glob("step_*")]
+        steps = [int(path.name.removeprefix("step_")) for path in self.saved("step_*")]
         return max(steps, default=None)
 
     def _pids_of_attempt(self, number: int) -> Any:
@@ -242,7 +245,7 @@ def damaged(torture: Torture) -> list[str]:
     from model_check.errors import CheckpointError
 
     faults = []
-    for path in sorted(torture.lineage.glob("step_*")):
+    for path in torture.saved("step_*"):
         try:
             verify(path)
         except CheckpointError as error:
