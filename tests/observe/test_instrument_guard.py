@@ -501,6 +501,7 @@ for step in range(40):
 """
 
 
+@pytest.mark.slow
 def test_a_scaler_that_never_stops_skipping_is_an_overflow(run: Runner) -> None:
     outcome = run(COLLAPSE, env={"MODEL_CHECK_GUARD": "observe"})
     assert outcome.codes == [0], outcome.errors

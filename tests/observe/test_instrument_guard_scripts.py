@@ -388,12 +388,14 @@ def test_a_norm_inside_vmap_has_no_number_to_be_looked_at(run: Runner) -> None:
     assert event["location"].endswith(f":{line_of(SAMPLE_BY_SAMPLE)}")
 
 
+@pytest.mark.slow
 def test_a_target_that_is_not_finite_is_a_bad_sample(run: Runner) -> None:
     event = event_of(run(HEAD + TARGETS, env={"MODEL_CHECK_GUARD": "observe"}))
     assert (event["cause"], event["step"], event["sample_ids"]) == ("MC404", 2, [3])
     assert "is given a target that is not finite, of sample 3" in " ".join(event["evidence"])
 
 
+@pytest.mark.slow
 def test_an_update_that_divides_by_nothing_is_blamed_and_not_the_next_forward(run: Runner) -> None:
     event = event_of(run(HEAD + NO_EPS, env={"MODEL_CHECK_GUARD": "observe"}))
     assert (event["cause"], event["step"], event["tensor"]) == ("MC401", 1, "parameter 0.weight")

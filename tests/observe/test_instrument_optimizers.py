@@ -128,6 +128,7 @@ def test_a_step_that_calls_another_is_one_step(run: Runner) -> None:
     assert outcome.events("guard_failed") == outcome.events("recording_failed") == []
 
 
+@pytest.mark.slow
 def test_a_step_that_raised_is_no_step_and_not_the_one_around_the_next(run: Runner) -> None:
     outcome = run(HEAD + RAISING)
     assert (outcome.codes, outcome.outputs) == ([0], ["before\nafter\n"]), outcome.errors
@@ -142,6 +143,7 @@ def test_a_step_that_raised_is_no_step_and_not_the_one_around_the_next(run: Runn
     assert [c.step for c in outcome.crumbs(event="point", phase="step")] == list(range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [DIVERGING, DIVERGING_IN_A_CLOSURE], ids=["super", "closure"])
 def test_the_guard_is_asked_once_a_step(run: Runner, body: str) -> None:
     outcome = run(HEAD + body, env={"MODEL_CHECK_GUARD": "observe"})

@@ -162,6 +162,7 @@ def _events(run_dir: RunDir, rank: int) -> list[dict[str, object]]:
     return read_jsonl(run_dir.events(rank)).records
 
 
+@pytest.mark.slow
 def test_a_lone_script_is_rank_0_of_1_once_it_trains(run: Runner) -> None:
     seen = run(
         "import torch\n"

@@ -158,6 +158,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_gradient_is_read_by_the_thread_that_trains_it_alone(run: Runner) -> None:
     outcome = run(READERS, env=OBSERVED)
     assert outcome.codes == [0], outcome.errors
@@ -176,6 +177,7 @@ def test_a_bad_number_is_judged_with_the_inputs_of_its_own_thread(run: Runner) -
     assert len(optimizers) == 2 * (4 + 8) and not [crumb for crumb in optimizers if "raised" in crumb.detail]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_refused_in_one_thread_ends_the_run(run: Runner) -> None:
     outcome = run(HALTED, env={"MODEL_CHECK_GUARD": "halt"})
     assert outcome.codes == [1] and outcome.outputs[0].splitlines() == ["the side thread is over"]

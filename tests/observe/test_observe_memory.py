@@ -190,6 +190,7 @@ with _compiler_left_alone(torch):
 """
 
 
+@pytest.mark.slow
 def test_a_snapshot_does_not_load_the_compiler_and_hides_none_that_is_loaded() -> None:
     done = subprocess.run([sys.executable, "-c", COMPILER], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

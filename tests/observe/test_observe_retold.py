@@ -73,6 +73,7 @@ def test_errors_of_this_process_have_no_other_origin(error):
     assert original(error) is None
 
 
+@pytest.mark.slow
 @given(st.text(max_size=300), st.text(max_size=40))
 def test_texts_of_any_kind_are_read(body, where):
     found = original(RuntimeError(f"Caught X in {where}.\nOriginal Traceback (most recent call last):{body}"))
