@@ -66,8 +66,9 @@ class Measured:
     turns: list[dict[str, tuple[float, float]]]
     records_per_step: float
     parameters: int
-    looked_at: dict[str, float]  # shares of the steps: "1" all gradients were read, "8" every 8th group of them, "8 in
-    # turns" of some of the buckets, "0" nothing
+    # Shares of the steps. "1": all gradients were read, "8": every 8th group of them, "8 in turns": of some buckets,
+    # "0": nothing.
+    looked_at: dict[str, float]
     hooks_us: dict[str, float]
 
     def ratios(self, level: str, against: str, *, cpu: bool = False) -> list[float]:

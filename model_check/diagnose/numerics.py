@@ -220,7 +220,8 @@ def _sentences(records: list[tuple[int, Mapping[str, Any]]], record: Mapping[str
     if len(steps) > 1:
         lines.append(f"observed: again in {len(steps) - 1} later step{'s' if len(steps) > 2 else ''}, last {steps[-1]}")
     if len(steps) >= _EXPLAINED_SKIPS and all(seen.get("action") == "skip" for _, seen in records):
-        lines.append("inferred: there may be more: the first 3 skipped steps are explained, metrics.jsonl marks all")
+        first = f"the first {_EXPLAINED_SKIPS} skipped steps are explained"
+        lines.append(f"inferred: there may be more: {first}, metrics.jsonl marks all")
     lines += _gone_back(records)
     later = [str(line) for _, seen in records for line in _list(seen.get("evidence"))]
     lines += sorted({line for line in later if line.endswith(_NOT_AS_ASKED)} - set(lines))
