@@ -109,6 +109,7 @@ def test_sizes_and_factors_are_those_of_nccl_tests(op: str, size: int, message: 
     assert bus_factor(op, size) == factor
 
 
+@pytest.mark.slow
 def test_the_profiler_is_found_where_the_earlier_guides_import_it() -> None:
     program = (
         "from src.benchmark.communication import CommunicationProfiler as theirs\n"

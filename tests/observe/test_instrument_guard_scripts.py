@@ -431,6 +431,7 @@ def test_a_part_of_a_step_that_the_script_throws_away_is_its_own_business(run: R
     assert outcome.events("nonfinite") == [] and outcome.events("guard_failed") == []
 
 
+@pytest.mark.slow
 def test_halt_refuses_the_step_of_a_closure(run: Runner) -> None:
     outcome = run(HEAD + CLOSURE, env={"MODEL_CHECK_GUARD": "halt"})
     assert outcome.codes == [1] and "weights" not in outcome.outputs[0]

@@ -115,6 +115,7 @@ def optimizer_spans(outcome: Outcome) -> list[tuple[str, str]]:
     return [(begin.detail, end.detail) for begin, end in zip(begins, ends, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_step_that_calls_another_is_one_step(run: Runner) -> None:
     outcome = run(HEAD + KINDS, env={"MODEL_CHECK_GUARD": "observe"})
     assert outcome.codes == [0], outcome.errors

@@ -166,6 +166,7 @@ def test_a_gradient_is_read_by_the_thread_that_trains_it_alone(run: Runner) -> N
     assert outcome.events("guard_failed") == []
 
 
+@pytest.mark.slow
 def test_a_bad_number_is_judged_with_the_inputs_of_its_own_thread(run: Runner) -> None:
     outcome = run(IN_BETWEEN, env=OBSERVED)
     assert outcome.codes == [0], outcome.errors
