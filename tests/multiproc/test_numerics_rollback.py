@@ -9,73 +9,17 @@ from __future__ import annotations
 import json
 import math
 import re
-import string
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from model_check.config import load_config, resolve_shape
-from model_check.data import BatchLoader, load_tokenizer, prepare
-from model_check.engine.data_spec import data_spec
-from model_check.models import build_model
 from tests.conftest import Outcome, Shell
+from tests.rare_tokens import SETTINGS, poisoned
 
 pytestmark = pytest.mark.slow
 
 RANKS = 2
 GUILTY = 1
-# Of each of these characters there is one in all the data, so that one global batch can be made bad by itself.
-RARE = string.ascii_uppercase + string.digits + string.punctuation
-DOCUMENTS = [("abcdefghij" * 6)[n % 10 :] + rare for n, rare in enumerate(RARE)]
-SETTINGS = (
-    "training.context_length=64",
-    "training.batch_size=2",
-    "training.learning_rate=1e-3",
-    "data.dataset=documents.jsonl",
-    "data.tokenizer=bytes",
-    "data.samples=null",
-    "checkpoint.interval=2",
-    "debug.nan=false",
-)
-
-
-def poisoned(shell: Shell, *batches: int) -> Path:
-    """Weights that cannot stand one token in the guilty rank's share of each of these global batches."""
-    lines = [json.dumps({"text": document}) + "\n" for document in DOCUMENTS]
-    (shell.folder / "documents.jsonl").write_text("".join(lines))
-    here = {"data.dataset": "documents.jsonl", "data.cache_dir": ".cache/datasets"}
-    config = load_config(
-        preset="debug", overrides=[*SETTINGS, *(f"{key}={shell.folder / name}" for key, name in here.items())]
-    )
-    tokens = _tokens(config)
-    model = build_model(resolve_shape(config.model, load_tokenizer("bytes").vocab_size), seed=1)
-    state = model.state_dict()
-    for number in batches:
-        elsewhere = set().union(*(seen for key, seen in tokens.items() if key != (number, GUILTY)))
-        state["tok_embed.weight"][min(tokens[number, GUILTY] - elsewhere)] = math.nan
-    weights = shell.folder / "weights.pt"
-    torch.save(state, weights)
-    return weights
-
-
-def _tokens(config: Any) -> dict[tuple[int, int], set[int]]:
-    """The tokens that each rank is given in each of the first global batches."""
-    cache = prepare(data_spec(config)).train
-    seen = {}
-    for rank in range(RANKS):
-        loader = BatchLoader(
-            cache,
-            batch_size=config.training.batch_size,
-            context_length=config.training.context_length,
-            rank=rank,
-            world_size=RANKS,
-            seed=config.system.seed,
-        )
-        with loader:
-            seen |= {(number, rank): set(next(loader).tokens.flatten().tolist()) for number in range(14)}
-    return seen
 
 
 def train(shell: Shell, weights: Path, strategy: str, on_nan: str, steps: int) -> Outcome:
@@ -105,7 +49,7 @@ def steps_taken(done: Outcome, rank: int) -> list[int]:
 
 
 def test_both_ranks_go_back_and_train_on_what_came_after(shell: Shell) -> None:
-    weights = poisoned(shell, 5, 6)
+    weights = poisoned(shell, 5, 6, ranks=RANKS, guilty=GUILTY)
     back = train(shell, weights, "ddp", "rollback", 8)
     assert back.code == 0, back.out + back.err
     assert steps_of(back) == [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 6, 7], "twice back to the checkpoint after step 3"
@@ -126,7 +70,7 @@ def test_both_ranks_go_back_and_train_on_what_came_after(shell: Shell) -> None:
 
 
 def test_sharded_ranks_stop_together_after_three_times_without_a_newer_checkpoint(shell: Shell) -> None:
-    weights = poisoned(shell, 3, 6, 7, 8, 9)
+    weights = poisoned(shell, 3, 6, 7, 8, 9, ranks=RANKS, guilty=GUILTY)
     back = train(shell, weights, "fsdp", "rollback", 12)
     assert back.code == 1, back.out + back.err
     assert "Traceback" not in back.out + back.err

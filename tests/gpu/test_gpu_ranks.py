@@ -1,0 +1,74 @@
+"""Two ranks of a foreign script share one GPU over gloo (NCCL refuses): the rank that made the bad number is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.marked_lines import line_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+waits, bad_step = os.environ["WAITS"] == "1", int(os.environ["BAD_STEP"])
+torch.cuda.set_device(0)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = DDP(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).cuda())
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+for step in range(8):
+    x = torch.randn(32, 64, device="cuda")
+    out = net(x)
+    target = out.detach() if dist.get_rank() == 1 and step == bad_step else torch.zeros_like(out)
+    loss = (out - target).square().sum(1).sqrt().mean()  # POLE
+    loss.backward()
+    if waits:
+        torch.cuda.synchronize()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def verdict(folder: Path, *, waits: bool, bad_step: int) -> dict[str, Any]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    run_dir = folder / "run"
+    ended = subprocess.run(
+        [sys.executable, "-m", "model_check", "run", "--nproc", "2", "--run-dir", str(run_dir), str(script)],
+        env={**os.environ, "WAITS": str(int(waits)), "BAD_STEP": str(bad_step)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads((run_dir / "verdict.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_rank_the_step_and_the_line_of_a_pole(tmp_path: Path, waits: bool) -> None:
+    primary = verdict(tmp_path, waits=waits, bad_step=4)["findings"][0]
+    assert (primary["code"], primary["ranks"], primary["victims"], primary["step"]) == ("MC402", [1], [0], 4)
+    assert line_of(str(tmp_path / "train.py"), "POLE") in json.dumps(primary)
+
+
+def test_healthy_ranks_are_left_alone(tmp_path: Path) -> None:
+    told = verdict(tmp_path, waits=False, bad_step=99)
+    assert (told["outcome"], told["findings"]) == ("completed", [])
