@@ -9,8 +9,6 @@ with the backward pass, or on a stream beside it. Blocks of steps take turns wit
 there are two, so that the difference between those two tells what the machine's noise is.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -79,7 +77,8 @@ class Exchange:
         self.read = 0
         self._beside = torch.cuda.Stream()
 
-    def __call__(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # DDP asks for these very types: annotations must not be postponed in this file.
+    def hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
         if self.way is None:
             return _summed(gradients)
@@ -107,7 +106,7 @@ def blocks_of(kind: str, steps: int) -> tuple[Exchange, Callable[[], float], int
     net = DDP((Llama(4096, 4) if llama else Mlp(2048, 8)).cuda())
     batch = torch.randint(0, VOCABULARY, (4, 2049), device="cuda") if llama else torch.randn(1024, 2048, device="cuda")
     exchange = Exchange()
-    net.register_comm_hook(None, exchange)
+    net.register_comm_hook(None, exchange.hook)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
 
     def block() -> float:

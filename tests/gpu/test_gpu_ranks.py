@@ -65,8 +65,8 @@ def verdict(folder: Path, *, waits: bool, bad_step: int) -> dict[str, Any]:
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_rank_the_step_and_the_line_of_a_pole(tmp_path: Path, waits: bool) -> None:
     primary = verdict(tmp_path, waits=waits, bad_step=4)["findings"][0]
-    assert (primary["code"], primary["ranks"], primary["victims"], primary["step"]) == ("MC402", [1], [0], 4)
-    assert line_of(str(tmp_path / "train.py"), "POLE") in json.dumps(primary)
+    assert (primary["code"], primary["ranks"], primary["victims"], primary["step"]) == ("MC402", [1], [0], 4), primary
+    assert line_of(str(tmp_path / "train.py"), "POLE") in json.dumps(primary), primary
 
 
 def test_healthy_ranks_are_left_alone(tmp_path: Path) -> None:

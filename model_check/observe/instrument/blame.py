@@ -16,7 +16,8 @@ import torch
 from model_check.observe.instrument import native
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call
-from model_check.observe.instrument.lossline import LossOperation, Place, Pole, first_bad
+from model_check.observe.instrument.losscode import LossCode
+from model_check.observe.instrument.lossline import LossOperation, Place
 from model_check.observe.instrument.readings import tensors_in
 from model_check.observe.instrument.replaying import (
     Replay,
@@ -93,14 +94,13 @@ class Hit:
         return {"loss": self.loss, "location": place, "why_not": self.why_not, "clean": self.own.clean}
 
     @classmethod
-    def in_forward(cls, loss: float, calls: Sequence[Call], graph: Any, place: Place | None) -> Hit:
-        """A loss that is not finite. `graph`: its node, while no backward has run over it."""
+    def in_forward(cls, loss: float, calls: Sequence[Call], code: LossCode, place: Place | None) -> Hit:
+        """A loss that is not finite."""
         call, replay, why_not = _again(calls, backward=False)
         known = [tensor for output in (call.outputs if call is not None else ()) if (tensor := output()) is not None]
         real = all(finite(tensor) for tensor in known) if known else None
-        inside = [made.nodes for made in calls if made.learns]
         # Finite outputs, and a loss that is not: what lies between them did it.
-        outside = first_bad(graph, inside, place) if graph is not None and real is not False else None
+        outside = code.first_bad() if real is not False else None
         return cls(
             float(loss),
             "forward",
@@ -118,13 +118,13 @@ class Hit:
         cls,
         loss: float,
         calls: Sequence[Call],
-        poles: Sequence[Pole],
+        codes: Sequence[LossCode],
         place: Place | None,
         own: OwnShare = _UNKNOWN,
     ) -> Hit:
         """A finite loss with gradients that are not."""
         call, replay, why_not = _again(calls, backward=True)
-        touched = next((found for pole in poles if (found := pole.touched(place)) is not None), None)
+        touched = _pole_in(codes)
         return cls(float(loss), "backward", calls, place, touched, replay, call, why_not, own=own)
 
     @classmethod
@@ -134,10 +134,14 @@ class Hit:
         return cls(float(loss), "backward", (), place, why_not=why_not, own=OwnShare(clean=True))
 
     @classmethod
-    def too_late(cls, loss: float, place: Place | None, own: OwnShare = _UNKNOWN) -> Hit:
+    def too_late(cls, loss: float, codes: Sequence[LossCode], place: Place | None, own: OwnShare = _UNKNOWN) -> Hit:
         """Known only after the step was applied: the weights it would be replayed with are gone."""
         why_not = "the gradients of this rank were finite before they were exchanged" if own.clean else ""
-        return cls(float(loss), "backward", (), place, late=True, why_not=why_not, own=own)
+        return cls(float(loss), "backward", (), place, _pole_in(codes), late=True, why_not=why_not, own=own)
+
+
+def _pole_in(codes: Sequence[LossCode]) -> LossOperation | None:
+    return next((found for code in codes if (found := code.at_a_pole()) is not None), None)
 
 
 def _again(calls: Sequence[Call], *, backward: bool) -> tuple[Call | None, Replay | None, str]:
@@ -165,7 +169,7 @@ def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = No
     """The body of the event, or None: nothing of this rank's own went wrong. `eps`: of the optimizer, if it has one."""
     if hit.own.clean:
         return None
-    if hit.late:
+    if hit.late and hit.in_loss_code is None:
         return _report_late(hit)
     origin = hit.replay.origin if hit.replay is not None else None
     seen_in_loss_code = hit.in_loss_code is not None and hit.in_loss_code.made_it

@@ -20,7 +20,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,8 @@ from model_check.observe.instrument.box import BOX, GUARD_VARIABLE
 from model_check.observe.instrument.exchanges import Looked, OwnGradients
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
-from model_check.observe.instrument.lossline import Place, Pole, poles
+from model_check.observe.instrument.losscode import LossCode
+from model_check.observe.instrument.lossline import Place
 from model_check.observe.instrument.native import Exchange
 from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of, reading_of
 from model_check.observe.numerics.ranges import checkable, is_finite
@@ -48,6 +49,9 @@ _MOST_NORMS = 4  # of those that a script takes in a step: further ones are adde
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
+_NO_CODE = LossCode()
+
+
 @dataclass
 class _Pass:
     """One `backward` of the step in progress."""
@@ -55,7 +59,7 @@ class _Pass:
     loss: Reading
     calls: list[Call]
     place: Place | None
-    poles: list[Pole] = field(default_factory=list)
+    code: LossCode = _NO_CODE
     hit: Hit | None = None
     taken_out: bool = False  # the script threw its gradients away before the next pass began
 
@@ -90,6 +94,7 @@ class _Late:
     sizes: Sequence[Reading] = ()
     norms: Sequence[Reading] = ()
     looked: Looked | None = None
+    codes: Sequence[LossCode] = ()
 
 
 _NOTHING_LATE = _Late()
@@ -142,7 +147,7 @@ class Guard:
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._probed: weakref.WeakKeyDictionary[Any, _Probed] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
-        self._without_poles: dict[Place | None, int] = {}
+        self._harmless_code: dict[Place | None, int] = {}
         self._turn = 0
         self._rate = math.nan
         self._eps: float | None = None
@@ -198,13 +203,12 @@ class Guard:
             self._forget_norms()
         this = _Pass(loss, calls, self._last_place)
         self._passes.append(this)
-        if not loss.ready:
-            return
-        if math.isfinite(loss.value()):
-            this.poles = self._poles_of(root, calls, this.place)
+        finite = loss.ready and math.isfinite(loss.value())
+        if finite or not loss.ready:
+            this.code = self._code_to_hold(root, calls, this.place, finite=finite)
         else:
             # Looked at now: the graph still has its numbers, and the script may yet decide to leave this step out.
-            this.hit = Hit.in_forward(loss.value(), calls, root.grad_fn, this.place)
+            this.hit = _bad_loss(root, loss.value(), calls, this.place)
 
     def exchange_in_pass(self, exchange: Exchange, *, in_backward: bool) -> torch.cuda.Stream | None:
         """A collective is about to be started in the middle of a pass: behind which stream it has to be queued."""
@@ -271,7 +275,7 @@ class Guard:
             self._harmless(step, bad, optimizer)
             bad = None
         if bad is not None:
-            hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
+            hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, bad.code, bad.place)
             self._found(step, self._among_peers(hit, in_time), grad_norm)
         elif self._any_bad([*known, *norms], in_time):
             own = _own_share(in_time, optimizer)
@@ -286,7 +290,9 @@ class Guard:
             self._own.step_was_good(in_time)
         unanswered = [size for size in sizes if size not in ready]
         to_come = [norm for norm in asked if norm not in taken]
-        self._late[optimizer] = _Late(step, unanswered, to_come, looked if in_time is None else None)
+        answered = in_time is not None or looked is None
+        codes = [] if answered and not unanswered and not to_come else self._codes()
+        self._late[optimizer] = _Late(step, unanswered, to_come, looked if in_time is None else None, codes)
         self.history.step(self._loss(), grad_norm, self._rate)
         self._settled = True
 
@@ -346,7 +352,7 @@ class Guard:
         spoilt = probed_bad or (bool(own.bad) and self._own.sharded(optimizer))
         if not spoilt and (not (own.bad or norm_bad) or _weights_finite(optimizer)):
             return False
-        hit = Hit.too_late(self.history.before[-1].loss, self._last_place, own)
+        hit = Hit.too_late(self.history.before[-1].loss, late.codes, self._last_place, own)
         if late.looked is not None:
             brought = self._own.brought(late.looked)
             hit = replace(hit, brought=brought, mixed=late.looked.mixed_before(brought))
@@ -360,7 +366,7 @@ class Guard:
     def _gradient_hit(self, own: OwnShare) -> Hit:
         if own.clean:
             return Hit.received_gradients(self._loss(), self._last_place)
-        return Hit.in_backward(self._loss(), self._inputs.calls, self._poles(), self._last_place, own)
+        return Hit.in_backward(self._loss(), self._inputs.calls, self._codes(), self._last_place, own)
 
     def _among_peers(self, hit: Hit, looked: Looked | None) -> Hit:
         """With what is known of the exchanges of this step: enough to tell who was first."""
@@ -393,21 +399,21 @@ class Guard:
         waits for it but a script whose scaler is skipping."""
         this = _Pass(loss, calls, self._last_place)
         if not math.isfinite(loss.value()):
-            this.hit = Hit.in_forward(loss.value(), calls, root.grad_fn, this.place)
+            this.hit = _bad_loss(root, loss.value(), calls, this.place)
         return this
 
-    def _poles_of(self, root: Any, calls: list[Call], place: Place | None) -> list[Pole]:
-        """Code that had none is asked only now and then: it makes the same graph again."""
-        without = self._without_poles.get(place, 0)
-        if without >= _ENOUGH_LOOKS and without % _ENOUGH_LOOKS:
-            self._without_poles[place] = without + 1
-            return []
-        found = poles(root.grad_fn, [call.nodes for call in calls if call.learns])
-        self._without_poles[place] = 0 if found else without + 1
-        return found
+    def _code_to_hold(self, root: Any, calls: list[Call], place: Place | None, *, finite: bool) -> LossCode:
+        """Code in which nothing can fail is asked only now and then: it makes the same graph again."""
+        harmless = self._harmless_code.get(place, 0)
+        if harmless >= _ENOUGH_LOOKS and harmless % _ENOUGH_LOOKS:
+            self._harmless_code[place] = harmless + 1
+            return _NO_CODE
+        code = LossCode.held(root.grad_fn, _nodes_of(calls), place, finite=finite)
+        self._harmless_code[place] = 0 if code.can_fail else harmless + 1
+        return code
 
-    def _poles(self) -> list[Pole]:
-        return [pole for this in self._passes for pole in this.poles]
+    def _codes(self) -> list[LossCode]:
+        return [this.code for this in self._passes if this.code.can_fail]
 
     def _sizes(self, optimizer: Any) -> list[Reading]:
         """The size of an early gradient, and in every fourth step of the one whose turn it is; to halt, of all."""
@@ -433,7 +439,7 @@ class Guard:
         if self._told_harmless:
             return
         self._told_harmless = True
-        hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, None, bad.place)
+        hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, bad.code, bad.place)
         report = report_of(hit, self.history, rate=self._rate)
         if report is not None:
             unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"
@@ -462,6 +468,15 @@ class Guard:
             cause = "this rank's own pass" if report is not None else "a peer's gradients"
             self._halted = f"step {step} is not applied: {cause} made its gradients non-finite"
             self.refuse_if_halted()
+
+
+def _bad_loss(root: Any, loss: float, calls: list[Call], place: Place | None) -> Hit:
+    """Before its backward, which lets the numbers of the graph go."""
+    return Hit.in_forward(loss, calls, LossCode.whole(root.grad_fn, _nodes_of(calls), place), place)
+
+
+def _nodes_of(calls: list[Call]) -> list[range]:
+    return [call.nodes for call in calls if call.learns]
 
 
 def _gradients_finite(optimizer: Any) -> bool:

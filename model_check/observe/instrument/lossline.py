@@ -1,47 +1,18 @@
-"""Names the operation, and where it can be told the line, of a loss that the script computes outside any module.
+"""The line of an operation that the script computes outside any module, from the operation's name.
 
-Such code cannot be run once more. What is left of it is the graph behind the loss: the operations, in order, and as
-long as no backward has run the numbers they kept. The line is the one between the forward call and `backward()` in the
-script's own function whose text holds that operation, if there is exactly one.
+Such code leaves no traceback. The line is the one between the forward call and `backward()` in the script's own
+function whose text holds that operation, if there is exactly one.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
-import itertools
 import linecache
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
-
-import torch
 
 from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.replaying import finite as is_finite
 
-_MOST_NODES = 200
-# Operations whose derivative has a pole, and those that make infinity or NaN of finite numbers, as autograd names them.
-_POLES = frozenset(
-    {"Sqrt", "Rsqrt", "Pow", "Log", "Log2", "Log10", "Log1P", "Div", "Reciprocal", "Std", "Var", "Acos", "Asin"}
-    | {"Atan2", "Cdist", "Xlogy", "Exp", "Logsumexp", "NllLoss"}
-)
-_SLOPES = {
-    "Sqrt": ("_saved_result", 0.0),
-    "Pow": ("_saved_self", 0.0),
-    "Log": ("_saved_self", 1e-38),
-}
-_MADE_OF = {
-    "Sqrt": "takes the root of a negative number",
-    "Rsqrt": "divides by 0",
-    "Reciprocal": "divides by 0",
-    "Exp": "takes the exponential of a number that is too large",
-}
-_LOSS_NODES = 8  # looked at in every step
-_SMALL = 1 << 16
-_MEAN = 1  # as torch numbers the ways to reduce a loss
 _TEXT = {
     "Norm": ("norm",),
     "LinalgVectorNorm": ("norm",),
@@ -89,142 +60,8 @@ class Place:
         return None
 
 
-def nodes_behind(root: Any, inside: Sequence[range]) -> Iterator[Any]:
-    """The graph's nodes from the loss inwards, without those that a module's forward made."""
-    waiting = [root] if root is not None else []
-    seen: set[Any] = set()
-    while waiting and len(seen) < _MOST_NODES:
-        waiting.sort(key=_number)
-        node = waiting.pop()
-        if node in seen or "AccumulateGrad" in node.name() or any(_number(node) in made for made in inside):
-            continue
-        seen.add(node)
-        yield node
-        waiting += [after for after, _ in node.next_functions if after is not None]
-
-
-def _number(node: Any) -> int:
-    return int(node._sequence_nr())
-
-
-def first_bad(root: Any, inside: Sequence[range], place: Place | None) -> LossOperation | None:
-    """Of a loss that is not finite, before its backward: the innermost operation that can have made it so.
-
-    None where the loss code was handed a number that was bad already: then it is not to blame.
-    """
-    nodes = list(nodes_behind(root, inside))
-    for node in reversed(nodes):  # in the order in which the script made them
-        kept = _kept(node)
-        if samples := _bad_targets(dict(kept)):
-            shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
-            found = _located(node, place, note=f"is given a target that is not finite, of sample {shown}", made_it=True)
-            return replace(found, samples=samples)
-        bad_before = any(not is_finite(tensor) for name, tensor in kept if "result" not in name and "grad" not in name)
-        if not bad_before and (note := _stumbles(node, kept)):
-            return _located(node, place, note=note, made_it=True)
-    if nodes and any(not is_finite(tensor) for _, tensor in _kept(nodes[-1])):
-        return None
-    suspect = [node for node in nodes if _kind(node) in _POLES]
-    return _located(suspect[-1] if suspect else nodes[0], place) if nodes else None
-
-
-@dataclass(frozen=True)
-class Pole:
-    """An operation of the loss code whose slope is infinite at 0, with what it was given or made."""
-
-    node: Any
-    values: torch.Tensor
-    limit: float  # at or below it the slope is infinite
-
-    def touched(self, place: Place | None) -> LossOperation | None:
-        if self.values.numel() == 0 or float(self.values.abs().min()) > self.limit:
-            return None
-        return _located(self.node, place, note="has an infinite slope at 0, where it is", made_it=True)
-
-
-def poles(root: Any, inside: Sequence[range]) -> list[Pole]:
-    """Before the backward, which lets these numbers go: the poles of the loss code, if it is short and small."""
-    found: list[Pole] = []
-    for node in itertools.islice(nodes_behind(root, inside), _LOSS_NODES):  # of every term that a loss adds up
-        kind = _kind(node)
-        saved, limit = _SLOPES.get(kind, ("", 0.0))
-        if saved and not (kind == "Pow" and not _is_a_root(node._saved_exponent)):
-            values = getattr(node, saved)
-            if values.numel() <= _SMALL:
-                found.append(Pole(node, values.detach(), limit))
-    return found
-
-
-def _is_a_root(exponent: Any) -> bool:
-    """Of a tensor it is not asked: each number has a slope of its own, and a device would have to be waited for."""
-    return isinstance(exponent, (int, float)) and exponent < 1
-
-
-def _kind(node: Any) -> str:
-    return _without_suffix(node.name())
-
-
-@functools.cache
-def _without_suffix(name: str) -> str:
-    """DivBackward0 -> Div"""
-    return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
-
-
-def _kept(node: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that the operation kept for its backward; none once that has run."""
-    found = []
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            try:
-                value = getattr(node, name)
-            except RuntimeError:  # freed by a backward
-                continue
-            if isinstance(value, torch.Tensor):
-                found.append((name, value.detach()))
-    return found
-
-
-def _stumbles(node: Any, kept: list[tuple[str, torch.Tensor]]) -> str:
-    """What the operation stumbles over, judged by the numbers it kept."""
-    kind, values = _kind(node), dict(kept)
-    inner = values.get("_saved_self")
-    if kind == "Div" and (below := values.get("_saved_other")) is not None and bool((below == 0).any()):
-        return "divides by a sum that is 0" if below.numel() == 1 else "divides by 0"
-    if kind in ("Log", "Log2", "Log10", "Log1P") and inner is not None:
-        least = float(inner.min()) + (1.0 if kind == "Log1P" else 0.0)
-        if least <= 0:
-            return f"takes the logarithm of {least:g}"
-    made = values.get("_saved_result")
-    if kind in _MADE_OF and made is not None and not is_finite(made):
-        return _MADE_OF[kind]
-    if kind == "Pow" and inner is not None:
-        return "raises a number to a power that it does not have" if _pow_fails(node, inner) else ""
-    if kind.startswith("NllLoss") and (weight := values.get("_saved_total_weight")) is not None:
-        averages = getattr(node, "_saved_reduction", 0) == _MEAN
-        return "averages over labels that are all ignored" if averages and float(weight) == 0 else ""
-    if kind == "Mean" and getattr(node, "_saved_self_sym_numel", 1) == 0:
-        return "takes the mean of nothing"
-    return ""
-
-
-def _bad_targets(kept: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-    """The samples whose target is not finite, where the prediction is."""
-    target, prediction = kept.get("_saved_target"), kept.get("_saved_self")
-    if target is None or prediction is None or not target.is_floating_point() or not target.dim():
-        return ()
-    if is_finite(target) or not is_finite(prediction):
-        return ()
-    good = torch.isfinite(target.reshape(target.shape[0], -1)).all(dim=1)
-    return tuple((~good).nonzero().flatten().tolist())
-
-
-def _pow_fails(node: Any, inner: torch.Tensor) -> bool:
-    exponent = getattr(node, "_saved_exponent", None)
-    return isinstance(exponent, (int, float)) and not is_finite(inner.double() ** exponent)
-
-
-def _located(node: Any, place: Place | None, *, note: str = "", made_it: bool = False) -> LossOperation:
-    kind = _kind(node)
+def located(kind: str, place: Place | None, *, note: str = "", made_it: bool = False) -> LossOperation:
+    """`kind`: of the operation, as autograd names it, without its suffix."""
     if place is None:
         return LossOperation(kind, made_it=made_it, note=note)
     lines = [number for number, words in _words_by_line(place) if words & _wanted(kind)]
