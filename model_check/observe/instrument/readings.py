@@ -68,7 +68,7 @@ class _Slot:
 
     def __init__(self, tensor: torch.Tensor, home: deque[_Slot]) -> None:
         self._home = home
-        self.memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self.done = torch.cuda.Event()
         for kept in (self.memory, self.done):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # outlives the interpreter's own tidying up too
