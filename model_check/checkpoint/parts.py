@@ -145,7 +145,9 @@ class _Relay:
         if self._stream is None:
             with torch.cuda.device(tensor.device):
                 self._stream = torch.cuda.Stream()
-                self._buffers = [torch.empty(_RELAY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+                self._buffers = [
+                    torch.empty(_RELAY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+                ]
         with torch.cuda.stream(self._stream):
             flat = as_bytes(tensor)
         under_way: tuple[Tensor, torch.cuda.Event] | None = None

@@ -66,7 +66,7 @@ class PinnedSlabs:
         with torch.cuda.device(device):
             for _ in range(count):
                 try:
-                    self._slabs.append(torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True))
+                    self._slabs.append(torch.empty(SLAB_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
                 except RuntimeError as error:
                     self.refused = str(error).splitlines()[0]
                     return

@@ -93,7 +93,7 @@ def _as_chunk(flat: Tensor, entry: TensorEntry, chunk: Chunk) -> Tensor:
 
 def read_chunk(folder: Path, entry: TensorEntry, chunk: Chunk) -> Tensor:
     """The values of one chunk, in memory of their own."""
-    memory = torch.empty(chunk.bytes, dtype=torch.uint8)
+    memory = torch.empty(chunk.bytes, dtype=torch.uint8, device="cpu")
     if chunk.bytes:
         with (folder / chunk.file).open("rb") as file:
             file.seek(chunk.start)
@@ -109,7 +109,7 @@ def read_tensor(folder: Path, entry: TensorEntry) -> Tensor:
     """A whole tensor, put together from its chunks."""
     if len(entry.chunks) == 1:
         return read_chunk(folder, entry, entry.chunks[0])
-    whole = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+    whole = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
     for chunk in entry.chunks:
         box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
         whole[box] = read_chunk(folder, entry, chunk)
@@ -165,7 +165,7 @@ class ShardReader(StorageReader):
         entry = self._manifest.tensors[name]
         chunk = next((c for c in entry.chunks if c.offsets == offsets), entry.chunks[0])
         if not chunk.bytes:
-            return torch.empty(chunk.sizes, dtype=dtype_of(entry.dtype))
+            return torch.empty(chunk.sizes, dtype=dtype_of(entry.dtype), device="cpu")
         if chunk.file not in self._maps:
             size = self._manifest.files[chunk.file]
             path = str(self._folder / chunk.file)

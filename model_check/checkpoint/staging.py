@@ -110,7 +110,7 @@ class Staging:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._pageable = torch.empty(0, dtype=torch.uint8)
+        self._pageable = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._slabs = PinnedSlabs()
         self._stream: torch.cuda.Stream | None = None
         self._ranks_on_host = 1
@@ -216,7 +216,7 @@ class Staging:
         if missing > 0:
             if missing > free_host_bytes() * self._limits.pageable_share:
                 raise MemoryError(f"{free_host_bytes():,} bytes are free")
-            self._pageable = torch.empty(total, dtype=torch.uint8)
+            self._pageable = torch.empty(total, dtype=torch.uint8, device="cpu")
         at = 0
         for index in indices:
             part = staged.parts[index]

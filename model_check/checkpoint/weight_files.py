@@ -289,7 +289,7 @@ def _stored(path: Path, tensor: Tensor, offsets_known: bool) -> StoredTensor:
     span = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if tensor.numel() else 0
 
     def read() -> Tensor:
-        memory = torch.empty(span * tensor.dtype.itemsize, dtype=torch.uint8)
+        memory = torch.empty(span * tensor.dtype.itemsize, dtype=torch.uint8, device="cpu")
         with path.open("rb") as file:
             file.seek(begin)
             got = file.readinto(memory.numpy().data) if span else 0

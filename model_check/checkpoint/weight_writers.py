@@ -75,7 +75,9 @@ def write_pt(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> Non
     kept = {key: metadata[key] for key in ("step", "shape") if metadata.get(key) is not None}
     with _whole_file(target) as scratch:
         with FakeTensorMode():
-            hollow = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+            hollow = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in tensors.items()
+            }
             scratch.touch()  # what the file system refuses is said by the system, not by torch
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save({**kept, "model": hollow}, scratch)

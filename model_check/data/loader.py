@@ -191,7 +191,7 @@ class BatchLoader:
 
     def _empty(self) -> torch.Tensor:
         pin = torch.cuda.is_initialized() if self._pin_memory is None else self._pin_memory
-        return torch.empty((self._batch_size, self._context_length), dtype=torch.int64, pin_memory=pin)
+        return torch.empty((self._batch_size, self._context_length), dtype=torch.int64, device="cpu", pin_memory=pin)
 
     def _documents_of(self, begin: int) -> tuple[np.ndarray, np.ndarray]:
         length = self._context_length

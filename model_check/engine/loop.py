@@ -82,7 +82,7 @@ def _issue(inputs: StepInputs, data_wait_s: float, tensors: StepTensors, since: 
     packed = tensors.packed
     if since is None:
         return _Issued(data_wait_s, inputs, packed, None, None)
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
     host.copy_(packed, non_blocking=True)
     return _Issued(data_wait_s, inputs, host, since, _moment())
 

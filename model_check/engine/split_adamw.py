@@ -170,7 +170,8 @@ class SplitAdamW(torch.optim.Optimizer):
         self, group: dict[str, Any], step: torch.Tensor, skip: torch.Tensor, device: torch.device
     ) -> torch.Tensor:
         beta1, beta2 = group["betas"]
-        constants = torch.tensor([group["lr"], beta1, beta2, group["eps"], group["weight_decay"]], dtype=torch.float32)
+        numbers = [group["lr"], beta1, beta2, group["eps"], group["weight_decay"]]
+        constants = torch.tensor(numbers, dtype=torch.float32, device="cpu")  # whatever the script's default device is
         if device.type == "cuda":
             constants = constants.pin_memory().to(device, non_blocking=True)
         multiplier = torch.ones((), device=device) if self.grad_scale is None else 1.0 / self.grad_scale.reshape(())

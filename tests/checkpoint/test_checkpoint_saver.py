@@ -47,6 +47,19 @@ def test_a_background_save_keeps_the_values_of_its_moment(tmp_path: Path) -> Non
     assert torch.equal(loaded["model.w"], torch.arange(1 << 20, dtype=torch.float32))
 
 
+def test_memory_of_the_host_is_taken_there_whatever_the_scripts_default_device_is(tmp_path: Path) -> None:
+    from model_check.checkpoint.shards import load_into
+
+    lineage, wanted = Lineage(tmp_path, background=True), torch.arange(1 << 10, dtype=torch.float32)
+    loaded = {"model.w": torch.empty(1 << 10)}
+    with torch.device("meta"):  # what is taken here has no numbers
+        lineage.saver.save(0, {"model.w": wanted}, {})
+        lineage.saver.wait()
+        (saved,) = lineage.saver.poll()
+        load_into(saved.path, verify(saved.path).manifest, loaded)
+    assert saved.error is None and torch.equal(loaded["model.w"], wanted)
+
+
 def test_retention_keeps_the_last_every_kth_and_the_best(tmp_path: Path) -> None:
     lineage = Lineage(tmp_path, retention=Retention(last=2, every=4, best=True))
     losses = {1: 3.0, 3: 2.9, 5: 1.5, 7: 2.0, 9: 1.9, 11: 2.2, 13: 2.3}
