@@ -10,7 +10,7 @@ bin=.venv/bin
 select="not slow and not gpu"
 case "${1:-}" in
   --all) select="not gpu"; shift ;;
-  --gpu) shift; exec $bin/python -m pytest -m gpu tests/gpu "$@" ;;
+  --gpu) shift; exec $bin/python -m pytest -m gpu tests/gpu tests/faults "$@" ;;
 esac
 $bin/ruff check .
 $bin/ruff format --check .

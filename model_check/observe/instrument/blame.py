@@ -170,7 +170,7 @@ def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = No
     if hit.own.clean:
         return None
     if hit.late and hit.in_loss_code is None:
-        return _report_late(hit)
+        return _report_late(hit, history, rate)
     origin = hit.replay.origin if hit.replay is not None else None
     seen_in_loss_code = hit.in_loss_code is not None and hit.in_loss_code.made_it
     if hit.scaler and origin is None and not seen_in_loss_code:
@@ -310,7 +310,10 @@ def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
     return {**_body(hit, "MC402", [f"inferred: the operation is not known: {plain}"]), **where}
 
 
-def _report_late(hit: Hit) -> dict[str, Any]:
+def _report_late(hit: Hit, history: History, rate: float) -> dict[str, Any]:
+    cause = _judged(hit, None, history, None, rate)
+    if cause.code in ("MC405", "MC406"):  # what the steps before tell: it needs no replay, and all ranks share it
+        return {**_body(hit, cause.code, list(cause.evidence)), "location": _line(hit.place)}
     late = "inferred: the weights were overwritten before a check that makes nobody wait could know"
     again = "run again with --guard halt: the step is then replayed before it is applied"
     guilty = is_alone() or bool(hit.own.bad)

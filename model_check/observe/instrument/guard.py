@@ -95,6 +95,7 @@ class _Late:
     norms: Sequence[Reading] = ()
     looked: Looked | None = None
     codes: Sequence[LossCode] = ()
+    number: int = 0  # of the step in the history
 
 
 _NOTHING_LATE = _Late()
@@ -292,8 +293,8 @@ class Guard:
         to_come = [norm for norm in asked if norm not in taken]
         answered = in_time is not None or looked is None
         codes = [] if answered and not unanswered and not to_come else self._codes()
-        self._late[optimizer] = _Late(step, unanswered, to_come, looked if in_time is None else None, codes)
-        self.history.step(self._loss(), grad_norm, self._rate)
+        number = self.history.step(self._loss(), grad_norm, self._rate)
+        self._late[optimizer] = _Late(step, unanswered, to_come, looked if in_time is None else None, codes, number)
         self._settled = True
 
     def scaler_gave_up(self, *, skipped: int, scale: float, first_scale: float) -> None:
@@ -345,7 +346,10 @@ class Guard:
     def _spoilt_before(self, optimizer: Any) -> bool:
         """The step before has spoilt the weights, and with them this one's loss: told first."""
         late = self._late.pop(optimizer, _NOTHING_LATE)
-        probed_bad = not all(math.isfinite(size.value()) for size in late.sizes)
+        size = math.hypot(*(size.value() for size in late.sizes))
+        probed_bad = not math.isfinite(size)
+        if late.sizes and not probed_bad:
+            self.history.learn(late.number, size)
         norm_bad = not all(math.isfinite(norm.value()) for norm in late.norms)
         own = _own_share(late.looked, optimizer)
         # A script may mend what it was given, and a norm overflows first; whatever was applied, the weights show.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from dataclasses import replace
 from itertools import pairwise
 
 from model_check.observe.numerics.causes import RATE_JUMP, StepNumbers
@@ -21,9 +22,17 @@ class History:
         self.before: deque[StepNumbers] = deque(maxlen=_KEPT)
         self.steps = 0
 
-    def step(self, loss: float, gradient: float, rate: float) -> None:
+    def step(self, loss: float, gradient: float, rate: float) -> int:
+        """Its number, from 1."""
         self.steps += 1
         self.before.append(StepNumbers(loss, gradient, rate))
+        return self.steps
+
+    def learn(self, number: int, gradient: float) -> None:
+        """How large the gradient of an earlier step was: a device tells later."""
+        place = len(self.before) - 1 - (self.steps - number)
+        if place >= 0:
+            self.before[place] = replace(self.before[place], grad_norm=gradient)
 
     @property
     def losses(self) -> list[float]:
