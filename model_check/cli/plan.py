@@ -33,7 +33,11 @@ def plan(
         list[str] | None, typer.Option("--set", help="One value, e.g. --set training.batch_size=4; repeatable.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="A GPU (H200, H100, A100-40, …) or its GiB (141). Default: the one here.")
+        str | None,
+        typer.Option(
+            help="A GPU (H200, A100-40, or as nvidia-smi prints it) or its GiB (141, 80GB: the GB of a GPU's label are "
+            "GiB). Default: the one here."
+        ),
     ] = None,
     world_size: Annotated[int | None, typer.Option(help="GPUs of the job. Default: those here.", min=1)] = None,
     gpus_per_host: Annotated[int, typer.Option(help="GPUs that fast links connect.", min=1)] = GPUS_PER_HOST,
