@@ -132,6 +132,14 @@ def load_config(
     return _checked(layers, source=str(files[0]) if len(files) == 1 else "the configuration")
 
 
+def override_values(overrides: Iterable[str]) -> dict[str, Any]:
+    """The values by dotted key that these --set give; what cannot be read is left to `load_config` to refuse."""
+    layers = _Layers()
+    for assignment in overrides:
+        layers.add_override(assignment)
+    return layers.values
+
+
 def _checked(layers: _Layers, source: str) -> Config:
     if any(problem.code == codes.UNKNOWN_PRESET for problem in layers.problems):
         # Without its preset most of a configuration is missing; what else seems wrong follows from that.
