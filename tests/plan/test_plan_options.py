@@ -12,6 +12,7 @@ from model_check.config import check_world, load_config, resolve_shape
 from model_check.errors import UsageError
 from model_check.plan.advice import advise, changes_of, fewest_gpus
 from model_check.plan.devices import device_named, parse_device
+from model_check.plan.flops import count_flops_per_token
 from model_check.plan.memory import GIB
 from model_check.plan.options import LARGEST_BATCH, Job
 from model_check.plan.remedies import remedies
@@ -296,8 +297,11 @@ def test_a_size_is_in_gib_with_either_unit(gib: float, unit: str) -> None:
 
 def test_a_gpu_without_fp8_has_no_speed_in_fp8() -> None:
     assert job("production", "A100", 1, "training.precision=fp8").as_configured().speed is None
-    fast = job("production", "H100", 1, "training.precision=fp8").as_configured().speed
+    plan = job("production", "H100", 1, "training.precision=fp8")
+    fast = plan.as_configured().speed
     assert fast is not None and 0.5 < fast.mfu < 0.9
+    flops = count_flops_per_token(plan.shape, plan.config.training.context_length)
+    assert fast.mfu == pytest.approx(fast.tokens_per_s * flops / 989e12), "against the peak of bf16, as in the metrics"
 
 
 def test_a_gpu_that_is_not_in_the_table_has_memory_and_no_speed() -> None:
