@@ -122,7 +122,7 @@ def load_config(
     if base is not None:
         layers.add_config(base)
     if preset is not None or base is None:
-        layers.add_preset(preset or DEFAULT_PRESET)
+        layers.add_preset(DEFAULT_PRESET if preset is None else preset)
     for file in files:
         layers.add_file(Path(file), str(file))
     for key, (value, origin) in (values or {}).items():
