@@ -295,6 +295,15 @@ def test_a_size_is_in_gib_with_either_unit(gib: float, unit: str) -> None:
     assert parse_device(written + unit).memory_bytes == round(float(written) * GIB)
 
 
+@pytest.mark.parametrize("gpus", [8, 16])
+def test_hsdp_that_is_best_already_is_kept_on_one_host_too(gpus: int) -> None:
+    plan = job("full", "H100", gpus, "parallel.strategy=hsdp")
+    layout = plan.as_configured().layout
+    assert (layout.strategy, layout.replicate, layout.shard) == ("hsdp", gpus // 8, 8)
+    found = advise(plan)
+    assert found is not None and (found.changes, found.option.layout.strategy) == ({}, "hsdp")
+
+
 def test_a_gpu_without_fp8_has_no_speed_in_fp8() -> None:
     assert job("production", "A100", 1, "training.precision=fp8").as_configured().speed is None
     plan = job("production", "H100", 1, "training.precision=fp8")
