@@ -39,7 +39,7 @@ def throughput(
     from model_check.doctor.bench.training import measure_training
 
     files = [path.resolve() for path in config or []]
-    resolved = configured(preset, False, files, overrides or [])
+    resolved = configured(preset, False, files, overrides or [], {"training.max_steps": (steps, "flag --steps")})
     words = [
         word
         for flag, value in (("--preset", preset), ("--gpus", gpus), ("--nproc", nproc))

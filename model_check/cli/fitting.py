@@ -11,20 +11,16 @@ from typing import Any
 
 import psutil
 
-from model_check.cli.plan import option_record, shape_of
+from model_check.cli.plan import option_record, shape_of, smallest_device
 from model_check.config import Config
 from model_check.config.eight_bit import torchao_is_installed
 from model_check.config.resolve import may_be_hub_id
 from model_check.errors import UsageError
 from model_check.launch import Gpu
 from model_check.plan.advice import Advice, advise, describe_need, fewest_gpus
-from model_check.plan.devices import Device, device_named
 from model_check.plan.memory import GIB
 from model_check.plan.options import Job, Option
 from model_check.plan.remedies import remedies
-
-# The driver keeps some of what NVML calls the total; CUDA never sees it.
-DRIVER_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -93,15 +89,6 @@ def run_plan(job: Job, option: Option) -> dict[str, Any]:
         **option_record(job, option),
         "remedies": [remedy.record() for remedy in remedies(job, option)],
     }
-
-
-def smallest_device(gpus: Sequence[Gpu]) -> Device | None:
-    """The GPU with the least memory decides; None where there is none, or the driver does not say."""
-    known = [gpu for gpu in gpus if gpu.memory_total > 0]
-    if not known or len(known) < len(gpus):
-        return None
-    gpu = min(known, key=lambda found: found.memory_total)
-    return device_named(gpu.name, round(gpu.memory_total * (1 - DRIVER_SHARE)))
 
 
 def _shape_is_on_the_hub(config: Config) -> bool:

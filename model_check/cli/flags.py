@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model_check.config import Config, load_config
+from model_check.config import Config, load_config, override_values
+from model_check.config.faults import shown
 from model_check.errors import UsageError
 
 Values = dict[str, tuple[Any, str]]
@@ -69,6 +70,7 @@ def configured(
     """The configuration that presets, files, flags and --set make, in that order."""
     if debug and preset not in (None, "debug"):
         raise UsageError(f"--debug is --preset debug, and --preset {preset} was given too", remedy="keep one of them")
+    _check_one_meaning(values or {}, overrides)
     environment = environment_values(os.environ)
     return load_config(
         *files,
@@ -76,3 +78,16 @@ def configured(
         overrides=overrides,
         values={**environment, **(values or {})},
     )
+
+
+def _check_one_meaning(flags: Values, overrides: list[str]) -> None:
+    """A flag and a --set with two values for one key: nobody can have meant both, and one would win without a word."""
+    sets = override_values(overrides)
+    for key, (value, origin) in flags.items():
+        flag = origin.removeprefix("flag ")
+        # Of the keys that --fast-dev-run sets only the number of steps was typed; the others may be wanted after all.
+        if key not in sets or sets[key] == value or (flag == "--fast-dev-run" and key != "training.max_steps"):
+            continue
+        typed = flag if value is True else f"{flag} {value}"
+        text = sets[key] if isinstance(sets[key], str) else shown(sets[key])
+        raise UsageError(f"{typed} and --set {key}={text} say two things of one key", remedy="leave one of them out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from model_check.cli.flags import configured, flag_values
 from model_check.config import Config, ModelShape, check_world, resolve_shape
 from model_check.config.resolve import base_shape
 from model_check.errors import ConfigError, UsageError
-from model_check.observe.nvml import read_gpus
+from model_check.launch import Gpu, list_gpus
 from model_check.plan.advice import Advice, advise, changes_of, fewest_gpus
 from model_check.plan.devices import Device, device_named, parse_device
 from model_check.plan.memory import CATEGORIES, GIB, MemoryPlan
@@ -24,6 +24,8 @@ from model_check.plan.options import LARGEST_BATCH, Job, Option
 from model_check.plan.speed import GPUS_PER_HOST, SpeedPlan
 
 SHOWN_CUTS = 4
+# The driver keeps some of what NVML calls the total; CUDA never sees it.
+DRIVER_SHARE = 0.005
 
 
 def plan(
@@ -33,7 +35,11 @@ def plan(
         list[str] | None, typer.Option("--set", help="One value, e.g. --set training.batch_size=4; repeatable.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="A GPU (H200, H100, A100-40, …) or its GiB (141). Default: the one here.")
+        str | None,
+        typer.Option(
+            help="A GPU (H200, A100-40, or as nvidia-smi prints it) or its GiB (141, 80GB: the GB of a GPU's label are "
+            "GiB). Default: the one here."
+        ),
     ] = None,
     world_size: Annotated[int | None, typer.Option(help="GPUs of the job. Default: those here.", min=1)] = None,
     gpus_per_host: Annotated[int, typer.Option(help="GPUs that fast links connect.", min=1)] = GPUS_PER_HOST,
@@ -69,12 +75,29 @@ def shape_of(config: Config) -> ModelShape:
 
 
 def _machine(gpu: str | None, world_size: int | None) -> tuple[Device, int]:
-    if gpu is not None:
-        return parse_device(gpu), world_size or 1
-    here = read_gpus()
-    if not here:
+    return machine_of(list_gpus(), world_size) if gpu is None else (parse_device(gpu), world_size or 1)
+
+
+def machine_of(visible: Sequence[Gpu], world_size: int | None) -> tuple[Device, int]:
+    """The GPU to plan for and the number of ranks, as training on these GPUs would have them."""
+    if not visible:
         raise UsageError("this machine shows no GPU to plan for", remedy="name one: --gpu H100, or its GiB: --gpu 80")
-    return device_named(here[0].name, here[0].memory_total), world_size or len(here)
+    device = smallest_device(visible)
+    if device is None:
+        raise UsageError(
+            "the driver does not say how much memory the GPUs of this machine have",
+            remedy="give it in GiB, such as --gpu 80",
+        )
+    return device, world_size or len(visible)
+
+
+def smallest_device(gpus: Sequence[Gpu]) -> Device | None:
+    """The GPU with the least memory decides; None where there is none, or the driver does not say."""
+    known = [gpu for gpu in gpus if gpu.memory_total > 0]
+    if not known or len(known) < len(gpus):
+        return None
+    gpu = min(known, key=lambda found: found.memory_total)
+    return device_named(gpu.name, round(gpu.memory_total * (1 - DRIVER_SHARE)))
 
 
 def _check_ranks(job: Job) -> None:

@@ -193,6 +193,7 @@ def _train(context: RankContext, order: TrainOrder) -> None:
                         info.lr,
                         info.grad_norm,
                         info.eta_s,
+                        lowered_scale=info.lowered_scale,
                     )
                 )
             if info.val_loss is not None and place.is_first:

@@ -122,7 +122,7 @@ def load_config(
     if base is not None:
         layers.add_config(base)
     if preset is not None or base is None:
-        layers.add_preset(preset or DEFAULT_PRESET)
+        layers.add_preset(DEFAULT_PRESET if preset is None else preset)
     for file in files:
         layers.add_file(Path(file), str(file))
     for key, (value, origin) in (values or {}).items():
@@ -130,6 +130,14 @@ def load_config(
     for assignment in overrides:
         layers.add_override(assignment)
     return _checked(layers, source=str(files[0]) if len(files) == 1 else "the configuration")
+
+
+def override_values(overrides: Iterable[str]) -> dict[str, Any]:
+    """The values by dotted key that these --set give; what cannot be read is left to `load_config` to refuse."""
+    layers = _Layers()
+    for assignment in overrides:
+        layers.add_override(assignment)
+    return layers.values
 
 
 def _checked(layers: _Layers, source: str) -> Config:

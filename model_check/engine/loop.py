@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from model_check.engine.inputs import RandomState, StepInputs
+from model_check.engine.precision import BACKOFF
 from model_check.engine.step import StepTensors, TrainStep
 from model_check.observe.instrument.spans import span
 
@@ -43,6 +44,11 @@ class StepInfo:
     hit: bool = False  # its numbers are not finite, and that must be explained
     own_fault: bool = False  # this rank's own loss or gradients were bad before they were exchanged
     scale: float = 1.0  # of the loss
+
+    @property
+    def lowered_scale(self) -> float | None:
+        """The loss scale after a step that only overflowed, which float16 does now and then; None after any other."""
+        return self.scale * BACKOFF if self.skipped and not self.hit else None
 
     def record(self) -> dict[str, Any]:
         fields = dict(self.__dict__)

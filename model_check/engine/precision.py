@@ -20,6 +20,7 @@ import torch
 
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
+BACKOFF = 0.5
 # What a run without loss scaling leaves in its checkpoints: scale and good steps.
 _NEVER_IN_USE = (1.0, 0)
 
@@ -70,7 +71,7 @@ class LossScale:
     def update(self, overflowed: torch.Tensor) -> None:
         """Halves the scale after an overflow, doubles it after GROWTH_INTERVAL good steps."""
         if self.enabled:
-            torch._amp_update_scale_(self.scale, self._good_steps, overflowed, 2.0, 0.5, GROWTH_INTERVAL)
+            torch._amp_update_scale_(self.scale, self._good_steps, overflowed, 2.0, BACKOFF, GROWTH_INTERVAL)
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale.item(), "good_steps": self._good_steps.item()}

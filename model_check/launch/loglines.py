@@ -15,16 +15,29 @@ _CONTROL = re.compile(
 # Lines of our own that say their rank already, in a format that others read by machine.
 _LABELLED = re.compile(r"\[(?:[\w.-]+:)?(?:GPU|CPU)\d+\] |\[Rank \d+\] LOCK: |\[[\d:.]+\]\[\+[\d.]+s\]\[R\d+/\d+\]")
 
-_ETA_OF_A_STEP = re.compile(r"(?<=\d) \| ETA: [\dd: ?]+$")
+_ETA_OF_A_STEP = re.compile(r"(?<=[\dnf]) \| ETA: [\dd: ?]+(?=$| \| Skipped: )")
 
 
 def step_line(
-    label: str, step: int, max_steps: int, loss: float, lr: float, grad_norm: float, eta_s: float | None
+    label: str,
+    step: int,
+    max_steps: int,
+    loss: float,
+    lr: float,
+    grad_norm: float,
+    eta_s: float | None,
+    *,
+    lowered_scale: float | None = None,
 ) -> str:
-    """`[GPU0] Step [0/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30`."""
+    """`[GPU0] Step [0/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30`.
+
+    `lowered_scale`: the loss scale that the run goes on with, where this step overflowed and was skipped. It stands
+    behind the others, whose order is read by machine.
+    """
+    skipped = "" if lowered_scale is None else f" | Skipped: overflow, loss scale down to {lowered_scale:.15g}"
     return (
         f"[{label}] Step [{step}/{max_steps}] | Loss: {loss:.4f} | LR: {lr:.2e} | "
-        f"Grad Norm: {grad_norm:.4f} | ETA: {clock(eta_s)}"
+        f"Grad Norm: {grad_norm:.4f} | ETA: {clock(eta_s)}{skipped}"
     )
 
 

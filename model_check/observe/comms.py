@@ -15,6 +15,7 @@ computation hid only a trace can say (`--profile`), so overlap is None there.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from model_check.observe.instrument import native
 from model_check.observe.instrument.collectives import bytes_in
+from model_check.observe.instrument.now import step_around
 
 _COMPACT_EVERY = 2048
 _MOST_PENDING = 64  # a Work holds its tensors: one that nobody in Python waits for must not be kept
@@ -354,6 +356,8 @@ class CommunicationProfiler:
             self._ended(waited[0])
 
     def _optimizer_stepped(self, optimizer: Any, *_: object) -> None:
+        if not torch.compiler.is_compiling() and step_around(sys._getframe(1)) is not None:
+            return
         if self._steps_of is None:
             self._steps_of = id(optimizer)
         if self._steps_of == id(optimizer) and not self._told:

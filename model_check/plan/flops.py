@@ -17,5 +17,8 @@ def count_flops_per_token(shape: ModelShape, context: int) -> float:
 
 
 def model_flops_utilization(flops_per_token: float, tokens_per_s: float, peak: float | None) -> float | None:
-    """The share of the peak that useful work reaches on one device, 0 to 1; None where the peak is unknown."""
+    """The share of the peak that useful work reaches on one device, 0 to 1; None where the peak is unknown.
+
+    The peak is that of the run's precision, and of bf16 for fp8, where only some products are fp8: the two compare so.
+    """
     return None if peak is None else flops_per_token * tokens_per_s / peak

@@ -158,7 +158,9 @@ class Job:
             yield base
         in_host = max(1, self.gpus_per_host // (base.tensor * base.context))
         group = self.config.parallel.shard or math.gcd(base.data_parallel, in_host)
-        if 1 < group < base.data_parallel:
+        # One group of all ranks is fsdp by another name: offered where it is what the configuration names.
+        named = self.config.parallel.strategy == "hsdp" and group == base.data_parallel
+        if 1 < group < base.data_parallel or (named and group > 1):
             hybrid = replace(base, strategy="hsdp", replicate=base.data_parallel // group, shard=group)
             yield hybrid
         if base.data_parallel > 1 or load.offloads or self.config.parallel.strategy == "fsdp":

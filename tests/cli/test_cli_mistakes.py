@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,54 @@ def test_mistakes_are_answered_in_one_message(
     assert "Traceback" not in err
     assert len(err.strip().splitlines()) <= 3
     assert not (tmp_path / ".outputs").exists() or not any((tmp_path / ".outputs").rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "both"),
+    [
+        ("train --max-steps 5 --set training.max_steps=7", "--max-steps 5 and --set training.max_steps=7"),
+        ("train --set training.batch_size=8 --batch-size=4", "--batch-size 4 and --set training.batch_size=8"),
+        ("train --num-workers 1 --set training.num_workers=two", "--num-workers 1 and --set training.num_workers=two"),
+        ("train --profile --set training.profile=false", "--profile and --set training.profile=false"),
+        ("train --fast-dev-run 2 --set training.max_steps=3", "--fast-dev-run 2 and --set training.max_steps=3"),
+        ("train --max-steps 5 --set 'training={max_steps: 7}'", "--max-steps 5 and --set training.max_steps=7"),
+        (
+            "plan --gpu H100 --batch-size 4 --set training.batch_size=4 --set training.batch_size=2",
+            "--batch-size 4 and --set training.batch_size=2",
+        ),
+        (
+            "bench throughput --preset debug --steps 9 --set training.max_steps=8",
+            "--steps 9 and --set training.max_steps=8",
+        ),
+    ],
+)
+def test_a_flag_and_a_set_that_say_two_things_are_refused(
+    arguments: str, both: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*shlex.split(arguments), *(["--debug", "--dry-run"] if arguments.startswith("train") else [])])
+    assert stopped.value.code == 2
+    said = capsys.readouterr()
+    assert said.err == f"model-check: error: {both} say two things of one key; leave one of them out\n"
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--max-steps 5 --set training.max_steps=5 --batch-size 2 --profile --set training.profile=true",
+        # What --fast-dev-run only implies may be wanted after all.
+        "--fast-dev-run 5 --set training.max_steps=5 --set checkpoint.interval=2",
+        "--max-steps 5 --set training.max_steps=7 --set training.max_steps=5",
+    ],
+)
+def test_a_flag_and_a_set_that_say_the_same_are_fine(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--debug", "--nproc", "1", "--dry-run", *arguments.split()])
+    assert ended.value.code in (0, None)
+    values = json.loads(capsys.readouterr().out)["values"]
+    assert values["training"]["max_steps"] == 5
+    assert values["checkpoint"]["interval"] == (2 if "checkpoint" in arguments else 0)
 
 
 @pytest.mark.parametrize("arguments", [words for words, _ in PARSERS_OWN], ids=" ".join)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from model_check.cli.fitting import Fitted, fit_to_gpus, smallest_device
+from model_check.cli.fitting import Fitted, fit_to_gpus
 from model_check.cli.main import main
-from model_check.cli.plan import shape_of
+from model_check.cli.plan import machine_of, shape_of, smallest_device
 from model_check.config import load_config
 from model_check.config.eight_bit import torchao_is_installed
 from model_check.errors import UsageError
@@ -91,6 +91,7 @@ def test_for_people_it_fits_the_terminal(capsys: Any, monkeypatch: pytest.Monkey
         (("--preset", "full", "--gpu", "XYZ"), ("--gpu XYZ", "H200")),
         (("--preset", "full", "--gpu", "H100", "--world-size", "6", "--set", "parallel.tensor=4"), ("6", "=4")),
         (("--preset", "nosuch", "--gpu", "H100"), ("nosuch",)),
+        (("--preset", "", "--gpu", "H100"), ("MC805", "the presets are debug")),
         # What `train` would refuse is not said to fit.
         (
             ("--preset", "full", "--gpu", "H100", "--world-size", "8", "--set", "training.global_batch=5"),
@@ -211,6 +212,22 @@ def test_without_a_gpu_or_its_size_there_is_nothing_to_plan() -> None:
     mixed = [*gpus(140), *gpus(80, name="NVIDIA H100 80GB HBM3")]
     device = smallest_device(mixed)
     assert device is not None and device.name == "H100 80GB HBM3"
+
+
+def test_the_gpus_of_this_machine_are_planned_for_as_train_sees_them() -> None:
+    mixed = [*gpus(140), *gpus(80, 2, "NVIDIA H100 80GB HBM3")]
+    assert machine_of(mixed, None) == (smallest_device(mixed), 3)
+    assert machine_of(mixed, 8) == (smallest_device(mixed), 8)
+    fitted, _ = fit("debug", mixed)
+    assert fitted.plan is not None and fitted.plan["gpu_gib"] == machine_of(mixed, None)[0].memory_bytes / GIB
+
+
+def test_a_gpu_whose_driver_does_not_say_its_memory_has_to_be_told() -> None:
+    with pytest.raises(UsageError, match="does not say how much memory") as refused:
+        machine_of(gpus(0), None)
+    assert "--gpu 80" in refused.value.remedy
+    with pytest.raises(UsageError, match="shows no GPU"):
+        machine_of([], 8)
 
 
 def test_a_model_that_only_the_hub_knows_is_not_planned_yet() -> None:

@@ -35,6 +35,20 @@ def test_a_step_line_too_long_for_the_terminal_leaves_its_eta_to_the_bar() -> No
     assert fitted(other, 20) == other
 
 
+def test_a_skipped_step_says_so_behind_the_fields_that_others_read() -> None:
+    line = step_line("GPU0", 1, 100, 12.234, 1e-5, float("nan"), 330.0, lowered_scale=2.0**20)
+    assert line == (
+        "[GPU0] Step [1/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: nan | ETA: 5:30"
+        " | Skipped: overflow, loss scale down to 1048576"
+    )
+    assert fitted(line, len(line)) == line
+    assert fitted(line, len(line) - 1) == (
+        "[GPU0] Step [1/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: nan"
+        " | Skipped: overflow, loss scale down to 1048576"
+    )
+    assert step_line("GPU0", 1, 100, 12.234, 1e-5, 2.0, 330.0, lowered_scale=0.25).endswith("loss scale down to 0.25")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0:00"), (59.6, "1:00"), (330, "5:30"), (3723, "1:02:03"), (90061, "1d 1:01:01"), (None, "?")],

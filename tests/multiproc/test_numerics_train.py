@@ -91,3 +91,27 @@ def test_a_model_that_is_cut_up_names_the_rank_that_has_the_layer(
     (found,) = done.verdict()["findings"]
     assert (found["code"], found["ranks"], found["victims"]) == ("MC407", ranks, victims), done.out
     assert f"layers.{block}.feed_forward" in found["title"]
+
+
+@pytest.mark.slow
+def test_a_step_that_overflows_in_fp16_says_that_it_was_skipped_and_at_which_scale_it_goes_on(shell: Shell) -> None:
+    model = build_model(resolve_shape(load_config(preset="debug").model, 4096), seed=1)
+    weights = model.state_dict()
+    # The model stays the same, but these gradients are a thousand times larger: too large for the first loss scales.
+    weights["layers.0.ffn_norm.weight"] *= 1024
+    for name in ("w1", "w3"):
+        weights[f"layers.0.feed_forward.{name}.weight"] /= 1024
+    torch.save(weights, shell.folder / "weights.pt")
+    done = shell.train(
+        *("--nproc", "2", "--max-steps", "6", "--resume", "weights.pt"),
+        *("--set", "training.precision=fp16", "--set", "training.use_amp=true", "--set", "training.log_interval=1"),
+    )
+    assert done.code == 0, done.err
+    skipped = [record["skipped"] for record in done.metrics()]
+    count = skipped.index(False)
+    assert 0 < count < 6 and not any(skipped[count:])
+    for label in ("CPU0", "CPU1"):
+        lines = [line for line in done.out.splitlines() if line.startswith(f"[{label}] Step [")]
+        said = [line.partition(" | Skipped: ")[2] for line in lines]
+        assert said[:count] == [f"overflow, loss scale down to {2 ** (15 - step)}" for step in range(count)]
+        assert said[count:] == [""] * (6 - count)

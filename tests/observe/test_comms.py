@@ -56,6 +56,40 @@ def test_fsdp_gathers_parameters_twice_and_scatters_gradients_once(stats: dict[s
     assert kinds["all_gather"]["bus_gb_per_s"] == pytest.approx(kinds["all_gather"]["algorithm_gb_per_s"] / 2)
 
 
+NESTED = """
+import torch
+from model_check import CommunicationProfiler
+
+class Careful(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+class Twice(torch.optim.Optimizer):
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+    def step(self, closure=None):
+        self.inner.step()
+        self.inner.step()
+
+weights = [torch.nn.Parameter(torch.ones(2))]
+plain = torch.optim.SGD(weights, lr=0.1)
+for optimizer in (plain, Careful(weights, lr=0.1), Twice(plain)):
+    with CommunicationProfiler(enabled=True) as profiler:
+        for _ in range(3):
+            optimizer.step()
+        print(profiler.get_stats().steps)
+"""
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_calls_another_makes_one_step() -> None:
+    environment = {**plain_environment(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", NESTED], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == ["3", "3", "3"]
+
+
 @pytest.mark.slow
 def test_tensor_parallelism_reduces_activations(stats: dict[str, Any]) -> None:
     """Each block's output in the forward pass; in the backward the input of the second block, the first needs none."""

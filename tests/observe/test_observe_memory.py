@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,16 +147,58 @@ class History:
         self.calls.append(enabled)
 
 
-def test_lines_are_noted_for_the_first_steps_only() -> None:
+class Careful(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class Around(torch.optim.Optimizer):
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        super().__init__([nn.Parameter(torch.zeros(1))], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.inner:
+            optimizer.step()
+
+
+def plain() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def careful() -> torch.optim.Optimizer:
+    plain()  # from here on torch wraps the step of SGD too
+    return Careful([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [plain, careful, lambda: Around(plain(), plain()), lambda: Around(careful(), plain())],
+    ids=["plain", "calls that of its base class", "calls two others", "calls one that calls another"],
+)
+def test_lines_are_noted_for_the_first_steps_only(made: Callable[[], torch.optim.Optimizer]) -> None:
     history = History()
     outofmemory._note_lines(history, register_optimizer_step_post_hook)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer = made()
     seen = []
     for _ in range(outofmemory.NOTED_STEPS + 2):
         optimizer.step()
         seen.append(list(history.calls))
     assert seen[: outofmemory.NOTED_STEPS - 1] == [["state"]] * (outofmemory.NOTED_STEPS - 1)
     assert seen[outofmemory.NOTED_STEPS - 1 :] == [["state", None]] * 3
+
+
+def test_hooks_that_the_script_has_registered_after_ours_stay_called() -> None:
+    outofmemory._note_lines(History(), register_optimizer_step_post_hook)
+    called: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: called.append(optimizer))
+    optimizer = plain()
+    try:
+        for _ in range(outofmemory.NOTED_STEPS + 2):
+            optimizer.step()
+    finally:
+        handle.remove()
+    assert called == [optimizer] * (outofmemory.NOTED_STEPS + 2)
 
 
 def test_a_script_that_records_for_itself_is_not_stopped() -> None:

@@ -12,6 +12,7 @@ from model_check.config import check_world, load_config, resolve_shape
 from model_check.errors import UsageError
 from model_check.plan.advice import advise, changes_of, fewest_gpus
 from model_check.plan.devices import device_named, parse_device
+from model_check.plan.flops import count_flops_per_token
 from model_check.plan.memory import GIB
 from model_check.plan.options import LARGEST_BATCH, Job
 from model_check.plan.remedies import remedies
@@ -180,9 +181,10 @@ def test_remedies_save_what_they_say() -> None:
     [
         ("141", 141),
         ("80GB", 80),
+        ("80 GB", 80),
+        ("80GiB", 80),
         ("23.5 GiB", 23.5),
         ("h100", 79.1),
-        ("NVIDIA A100-SXM4-40GB", 39.4),
         ("4090", 23.5),
         ("3090", 23.6),
         ("A6000", 47.4),
@@ -192,17 +194,123 @@ def test_a_gpu_is_a_name_or_a_size(text: str, gib: float) -> None:
     assert parse_device(text).memory_bytes == round(gib * GIB)
 
 
-@pytest.mark.parametrize("text", ["XYZ", "", "0", "-4", "H100 Ti", "nan"])
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        # As nvidia-smi prints them.
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("A100-SXM-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("Tesla V100-SXM2-16GB", "V100-16"),
+        ("Tesla T4", "T4"),
+        ("AMD Instinct MI300X", "MI300X"),
+        # As clouds, schedulers and people write them.
+        ("A100-80GB", "A100"),
+        ("A100-40GB", "A100-40"),
+        ("a100 80 GiB", "A100"),
+        ("A100 (40GB)", "A100-40"),
+        ("80GB A100", "A100"),
+        ("NVIDIA-A100-SXM4-80GB", "A100"),
+        ("H100-80GB", "H100"),
+        ("H100 SXM5", "H100"),
+        ("NVIDIA H100 PCIe 80GB", "H100-PCIe"),
+        ("H200-141GB", "H200"),
+        ("V100-32GB", "V100"),
+        ("V100-16GB", "V100-16"),
+        ("GH200 96GB", "GH200"),
+        ("GeForce 4090", "RTX-4090"),
+        ("RTX 4090 24GB", "RTX-4090"),
+        ("NVIDIA 4090", "RTX-4090"),
+        ("nvidia tesla t4", "T4"),
+    ],
+)
+def test_a_gpu_is_known_by_every_name_in_use(text: str, short: str) -> None:
+    assert parse_device(text) == parse_device(short)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "XYZ",
+            "",
+            " ",
+            "0",
+            "0GB",
+            "-4",
+            "-80GB",
+            "nan",
+            "inf",
+            "80TB",
+            "1e3",
+            "9" * 5000,
+            "GB",
+            "SXM",
+            "NVIDIA",
+            "RTX",
+        ),
+        # Siblings with other memory, other clocks or a part of the chip are not the GPU of the table.
+        *("H100 Ti", "A100-64GB", "A100-42", "H100 NVL", "H100-94GB", "H200 NVL", "H20-3e", "H20 141GB", "L40S 80GB"),
+        *("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "A100 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "A100-40C"),
+        *("NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA H100 80GB HBM2e", "8xH100", "H100 H100"),
+    ],
+)
 def test_what_is_neither_is_refused_with_the_names(text: str) -> None:
     with pytest.raises(UsageError, match="neither a GPU") as refused:
         parse_device(text)
     assert "H200" in refused.value.remedy
 
 
+_PIECES = ("NVIDIA", "Tesla", "A100", "H100", "4090", "RTX", "SXM4", "PCIe", "HBM3", "80", "40", "24", "80GB", "40 GiB")
+
+
+@given(
+    st.text()
+    | st.lists(st.sampled_from([*_PIECES, " ", "-", "_", "("]) | st.text(max_size=2), max_size=7).map("".join)
+    | st.decimals(allow_nan=False, allow_infinity=False).map("{:f}".format)
+)
+def test_any_text_is_a_gpu_with_memory_or_is_refused_with_the_names(text: str) -> None:
+    try:
+        device = parse_device(text)
+    except UsageError as refused:
+        assert "H200" in (refused.remedy or "")
+        return
+    assert device.memory_bytes > 0
+    if device.memory_rate is not None:
+        assert parse_device(device.name) == device, "the name that the plan prints is understood again"
+
+
+@given(st.floats(min_value=0.01, max_value=4000), st.sampled_from(["", "GB", " GB", "gb", "GiB", " GiB"]))
+def test_a_size_is_in_gib_with_either_unit(gib: float, unit: str) -> None:
+    written = f"{gib:.2f}"
+    assert parse_device(written + unit).memory_bytes == round(float(written) * GIB)
+
+
+@pytest.mark.parametrize("gpus", [8, 16])
+def test_hsdp_that_is_best_already_is_kept_on_one_host_too(gpus: int) -> None:
+    plan = job("full", "H100", gpus, "parallel.strategy=hsdp")
+    layout = plan.as_configured().layout
+    assert (layout.strategy, layout.replicate, layout.shard) == ("hsdp", gpus // 8, 8)
+    found = advise(plan)
+    assert found is not None and (found.changes, found.option.layout.strategy) == ({}, "hsdp")
+
+
 def test_a_gpu_without_fp8_has_no_speed_in_fp8() -> None:
     assert job("production", "A100", 1, "training.precision=fp8").as_configured().speed is None
-    fast = job("production", "H100", 1, "training.precision=fp8").as_configured().speed
+    plan = job("production", "H100", 1, "training.precision=fp8")
+    fast = plan.as_configured().speed
     assert fast is not None and 0.5 < fast.mfu < 0.9
+    flops = count_flops_per_token(plan.shape, plan.config.training.context_length)
+    assert fast.mfu == pytest.approx(fast.tokens_per_s * flops / 989e12), "against the peak of bf16, as in the metrics"
 
 
 def test_a_gpu_that_is_not_in_the_table_has_memory_and_no_speed() -> None:

@@ -21,7 +21,7 @@ def preset_path(name: str) -> Path:
                 Problem(
                     codes.UNKNOWN_PRESET,
                     "preset",
-                    f"there is no preset {name}; the presets are {', '.join(PRESETS)}",
+                    f"there is no preset {name or repr(name)}; the presets are {', '.join(PRESETS)}",
                     f"did you mean {close[0]}?" if close else f"use {DEFAULT_PRESET}",
                 )
             ],

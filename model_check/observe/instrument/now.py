@@ -8,6 +8,7 @@ ruins the heap, and the process crashes there or later (seen in torch 2.13).
 from __future__ import annotations
 
 import threading
+from types import FrameType
 from typing import Any
 
 from model_check.observe.recorder import Recorder
@@ -65,6 +66,17 @@ def backward_ended(this: Now) -> None:
     this.backward -= 1
     if not this.backward and this in _BACKWARDS:  # it is not in the child of a fork in its middle
         _BACKWARDS.remove(this)
+
+
+def step_around(step: FrameType) -> FrameType | None:
+    """The optimizer's step that called this one. Both are frames of the wrapper with which torch calls the hooks.
+
+    torch wraps the step of each class: one that calls `super().step()`, or an optimizer of its own, comes twice.
+    """
+    above = step.f_back
+    while above is not None and above.f_code is not step.f_code:
+        above = above.f_back
+    return above
 
 
 def forget_after_fork() -> None:

@@ -21,6 +21,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.now import step_around
 from model_check.observe.instrument.retold import words
 from model_check.observe.memory_reading import read_host_limits, read_memory
 from model_check.rundir import write_json_atomic
@@ -75,6 +76,8 @@ def _note_lines(memory: Any, after_each_step: Callable[..., Any]) -> None:
 
     A script that records the history for itself, now or later, keeps what it asked for.
     """
+    import torch
+
     if torch_records_history():
         return
     record = memory._record_memory_history
@@ -90,16 +93,19 @@ def _note_lines(memory: Any, after_each_step: Callable[..., Any]) -> None:
 
     def step_done(*_: Any) -> None:
         nonlocal steps
-        steps += 1
+        # The hook stays: torch is in the middle of its list of hooks here, and would raise if one were taken out of it.
         if steps == NOTED_STEPS:
-            handle.remove()
-            if not taken_over:
-                memory._record_memory_history = record
-                record(None)
+            return
+        if not torch.compiler.is_compiling() and step_around(sys._getframe(1)) is not None:
+            return
+        steps += 1
+        if steps == NOTED_STEPS and not taken_over:
+            memory._record_memory_history = record
+            record(None)
 
     record("state", context="state", stacks="python", max_entries=1)
     memory._record_memory_history = asked_by_the_script
-    handle = after_each_step(step_done)
+    after_each_step(step_done)
 
 
 def torch_records_history() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from model_check.observe.instrument import memory, now
 from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
-from model_check.observe.instrument.now import FORWARDS_PER_STEP, HERE, Now, open_here
+from model_check.observe.instrument.now import FORWARDS_PER_STEP, HERE, Now, open_here, step_around
 from model_check.observe.instrument.spans import Original, spanned
 
 _FORWARD = SpanKind("forward")
@@ -229,7 +228,7 @@ def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]
     this = open_here()
     looked_at = False
     try:
-        caller = _step_around(sys._getframe(1)) if this.optimizer is not None else None
+        caller = step_around(sys._getframe(1)) if this.optimizer is not None else None
         if caller is None:
             _optimizer_begins(optimizer, this)
         else:
@@ -246,17 +245,6 @@ def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]
         return (args[0], _checked_after(args[1], optimizer, steps), *args[2:]), kwargs
     steps.optimizer_begins(optimizer)
     return None
-
-
-def _step_around(step: FrameType) -> FrameType | None:
-    """The optimizer's step that called this one. Both are frames of the wrapper with which torch calls the hooks.
-
-    torch wraps the step of each class: one that calls `super().step()`, or an optimizer of its own, comes twice.
-    """
-    above = step.f_back
-    while above is not None and above.f_code is not step.f_code:
-        above = above.f_back
-    return above
 
 
 def _parameters(optimizer: Any) -> set[int]:
@@ -290,7 +278,7 @@ def _optimizer_begins(optimizer: Any, this: Now) -> None:
 def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or (this := open_here()).optimizer is None:
         return
-    if this.optimizer_calls_another and _step_around(sys._getframe(1)) is not None:
+    if this.optimizer_calls_another and step_around(sys._getframe(1)) is not None:
         return
     recorder, span = this.optimizer
     this.optimizer = None
