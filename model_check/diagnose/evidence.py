@@ -59,6 +59,7 @@ class ProcSample:
     syscall_target: str = ""
     io_bytes: int = 0
     switches: int | None = None  # how often the main thread went to sleep; None where nobody counted
+    rss_file: int = 0  # of the resident bytes, those of mapped files; 0 where nobody counted
     children: tuple[Mapping[str, Any], ...] = ()
 
 

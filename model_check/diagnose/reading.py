@@ -199,6 +199,7 @@ def _sample(t: float, body: Mapping[str, Any]) -> ProcSample:
         syscall_target=str(body.get("syscall_target") or ""),
         io_bytes=whole(body.get("io_bytes")),
         switches=whole(body["switches"]) if body.get("switches") is not None else None,
+        rss_file=whole(body.get("rss_file")),
         children=tuple(_objects(body.get("children"))),
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from model_check.diagnose.evidence import P2P_OPS, WAIT_PHASES, Evidence, RankEvidence, frame_of
+from model_check.diagnose.evidence import P2P_OPS, WAIT_PHASES, Evidence, ProcSample, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
 from model_check.rundir import Finding
@@ -33,8 +33,12 @@ OWN_SHARE = 1 / 3  # of the cores: a job that takes less, with many threads that
 # Every rank has about this many threads that sleep: of gloo, of autograd, of the allocator and ours.
 IDLE_THREADS = 14
 LEAK_SAMPLES = 8
-LEAK_SECONDS = 8.0
+# Caches, allocators and queues of loaders fill as evenly as a leak grows, for seconds; the passes of one step, too.
+LEAK_SECONDS = 20.0
+LEAK_STEPS = 10
 LEAK_SHARE = 0.1
+LEAK_LATE_HALF = 0.7  # of the rate of the half before it
+LEAK_LAST_QUARTER = 0.5  # of the rate of the whole
 _GIB = 1 << 30
 _OWN_PHASES = ("data", "forward", "backward", "optimizer", "save", "eval", "load")
 
@@ -251,34 +255,64 @@ def _leaks(evidence: Evidence) -> list[Finding]:
 
 
 def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
-    """Resident memory that climbs over the whole second half of what was seen, while steps go on."""
+    """Memory that climbs at one rate until the newest sample, while steps go on: only then is a forecast honest."""
     if not rank.step_times:
         return None
     # What a rank gives back on its way out says nothing about its training.
-    points = [(s.t, float(s.rss)) for s in rank.samples if s.rss and _warmed_up(rank) <= s.t <= rank.step_times[-1]]
-    if len(points) < LEAK_SAMPLES or points[-1][0] - points[0][0] < LEAK_SECONDS:
+    points = [(s.t, float(_held(s))) for s in rank.samples if s.rss and _warmed_up(rank) <= s.t <= rank.step_times[-1]]
+    seconds = max(LEAK_SECONDS, LEAK_STEPS * (evidence.median_step_s or 0.0))
+    # Behind a cache that filled first a leak shows in the second half alone.
+    points = next((part for part in (points, _since(points, 0.5)) if _climbs_steadily(part, seconds)), [])
+    if not points:
         return None
-    slope, _ = statistics.linear_regression([t for t, _ in points], [rss for _, rss in points])
-    grown = points[-1][1] - points[0][1]
-    rises = sum(b[1] >= a[1] for a, b in pairwise(points)) / (len(points) - 1)
-    second_half = points[len(points) // 2 :]
-    late = second_half[-1][1] - second_half[0][1]
-    if slope <= 0 or grown < LEAK_SHARE * points[0][1] or rises < 0.9 or late < 0.3 * grown:
-        return None
-    forecast = _forecast(slope, points[-1][1], evidence)
+    slope = _slope(points)
+    frame = _phase_frame(rank, "forward")
+    place = ["observed: the line is the forward of the step that ran; what holds the memory is not known"]
     return make_finding(
         "MC705",
         f"the memory of rank {rank.rank} grows by {slope * 3600 / _GIB:.2f} GiB an hour",
         ranks=[rank.rank],
-        frame=_phase_frame(rank, "forward"),
+        frame=frame,
         evidence=[
             f"observed: resident memory rose from {points[0][1] / _GIB:.2f} to {points[-1][1] / _GIB:.2f} GiB "
             f"in {points[-1][0] - points[0][0]:.0f} s of training",
-            forecast,
+            *(place if frame is not None else []),
+            _forecast(slope, points[-1][1], evidence),
         ],
         severity="warning",
         step=rank.step,
     )
+
+
+def _held(sample: ProcSample) -> int:
+    """Without the pages of mapped files: a data set that is read through a map is no memory that runs out."""
+    return max(0, sample.rss - sample.rss_file)
+
+
+_Points = list[tuple[float, float]]  # time and bytes
+
+
+def _since(points: _Points, share: float) -> _Points:
+    """Those after this share of the time."""
+    return [p for p in points if p[0] >= points[0][0] + share * (points[-1][0] - points[0][0])]
+
+
+def _slope(points: _Points) -> float:
+    return statistics.linear_regression([t for t, _ in points], [held for _, held in points]).slope
+
+
+def _climbs_steadily(points: _Points, seconds: float) -> bool:
+    """In nearly every sample, and at the end no slower than before: what flattens is a cache, and needs no forecast."""
+    if len(points) < LEAK_SAMPLES or points[-1][0] - points[0][0] < seconds:
+        return False
+    rises = sum(b[1] >= a[1] for a, b in pairwise(points)) / (len(points) - 1)
+    if points[-1][1] - points[0][1] < LEAK_SHARE * points[0][1] or rises < 0.9:
+        return False
+    second, last = _since(points, 0.5), _since(points, 0.75)
+    first = points[: len(points) - len(second)]
+    if min(map(len, (first, second, last))) < 2:
+        return False
+    return _slope(second) >= LEAK_LATE_HALF * _slope(first) and _slope(last) >= LEAK_LAST_QUARTER * _slope(points)
 
 
 def _warmed_up(rank: RankEvidence) -> float:
@@ -295,7 +329,7 @@ def _warmed_up(rank: RankEvidence) -> float:
 
 def _forecast(slope: float, now: float, evidence: Evidence) -> str:
     """When the host has no more to give, where that is known: all its ranks take from the same memory."""
-    held = sum(rank.samples[-1].rss for rank in evidence.ranks.values() if rank.samples and rank.alive)
+    held = sum(_held(rank.samples[-1]) for rank in evidence.ranks.values() if rank.samples and rank.alive)
     left = evidence.host_memory - held if evidence.host_memory is not None else 0
     if left > 0:
         rest = f"the {left / _GIB:.1f} GiB that the host has left"

@@ -92,6 +92,7 @@ class ProcessSample:
     fd0: str
     io_bytes: int
     switches: int | None  # how often the main thread has gone to sleep: a poll moves this, one long wait does not
+    rss_file: int | None = None  # of the resident bytes, those of mapped files: the kernel takes them back when it must
     children: tuple[ProcStat, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
@@ -100,6 +101,7 @@ class ProcessSample:
             "state": self.stat.state,
             "cpu_s": round(self.stat.cpu_s, 2),
             "rss": self.stat.rss,
+            "rss_file": self.rss_file,
             "threads": self.stat.threads,
             "wchan": self.wchan,
             "syscall": self.syscall,
@@ -165,18 +167,15 @@ def wants_to_run(pid: int) -> bool:
     return any(_read(pid, f"task/{task}/stat").rpartition(")")[2].split()[:1] == ["R"] for task in tasks)
 
 
-def _status(pid: int, field_name: str) -> str:
-    """One field of /proc/PID/status, which is that of the main thread; empty where there is none."""
-    for line in _read(pid, "status").splitlines():
-        name, _, value = line.partition(":")
-        if name == field_name:
-            return value.strip()
-    return ""
+def _status(pid: int) -> dict[str, str]:
+    """The fields of /proc/PID/status, which is that of the main thread; none where there is no such process."""
+    fields = (line.partition(":") for line in _read(pid, "status").splitlines())
+    return {name: value.strip() for name, _, value in fields}
 
 
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for this signal: one without would die of it, or never hear it."""
-    return bool(int(_status(pid, "SigCgt") or "0", 16) >> (number - 1) & 1)
+    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 def children_of(pid: int) -> list[int]:
@@ -239,6 +238,7 @@ def sample(pid: int) -> ProcessSample | None:
     if stat is None:
         return None
     syscall, descriptor, target = _system_call(pid)
+    status = _status(pid)
     return ProcessSample(
         stat=stat,
         wchan=_read(pid, "wchan").strip("\0\n0"),
@@ -247,7 +247,8 @@ def sample(pid: int) -> ProcessSample | None:
         syscall_target=target,
         fd0=_link(pid, "fd/0"),
         io_bytes=_io_bytes(pid),
-        switches=int(counted) if (counted := _status(pid, "voluntary_ctxt_switches")) else None,
+        switches=int(counted) if (counted := status.get("voluntary_ctxt_switches")) else None,
+        rss_file=1024 * int(mapped.split()[0]) if (mapped := status.get("RssFile")) else None,
         children=tuple(child for child in map(read_stat, children_of(pid)) if child is not None),
     )
 

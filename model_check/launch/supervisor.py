@@ -219,6 +219,8 @@ class Supervisor:
             exit_code = self._code_of_the_guilty(exits, exit_code)
         self.verdict = replace(self.verdict, outcome=outcome, exit_code=exit_code)
         self._write(self.verdict)
+        if outcome == "completed":
+            self._say_what_ended(time.monotonic(), last=True)
         for rank in self._ranks.values():
             rank.pulse.close()
         self._gather.close()
@@ -397,6 +399,11 @@ class Supervisor:
             self._write(verdict)
         if live and not self._crashed:  # after a crash the last word is a second away
             self.announcements.tell(verdict, now - self._stall.since if self._stall is not None else 0.0)
+            self._say_what_ended(now)
+
+    def _say_what_ended(self, now: float, *, last: bool = False) -> None:
+        for line in self.announcements.trends_ended(self.verdict, now, last=last):
+            self.say(line)
 
     def _time_it(self, finding: Finding, now: float) -> None:
         """Keeps the time of the first naming: a later examination of the same fault found nothing new."""

@@ -18,6 +18,7 @@ HANG_S = 10.0  # the promise: from the fault to the finding
 CRASH_S = 2.0
 SLOW_S = 25.0  # a rate needs a history before it can be called one
 TREND_S = 45.0  # and a trend a longer one
+NOT_ITS_LINE = "what holds the memory is not known"
 
 Form = Literal["run", "python", "torchrun"]  # run SCRIPT · run -- python SCRIPT · run -- torchrun … SCRIPT
 Stdin = Literal["null", "open", "closed"]
@@ -68,6 +69,7 @@ class Control:
     script: str = ""
     seconds: float = 60.0
     waits: str = ""  # what the live line must say while the ranks wait
+    never_says: str = ""
     error_codes: frozenset[str] = frozenset()  # errors that are true of it
     quick: bool = False
 
@@ -219,7 +221,9 @@ SLOWNESS = (
     slow("straggler", "MC701", (1,)),
     slow("data_bound", "MC702", (0, 1)),
     slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
-    Fault("leak", frozenset({"MC705"}), (0,), TREND_S, severity="warning"),
+    Fault("leak", frozenset({"MC705"}), (0,), TREND_S, severity="warning", says=(NOT_ITS_LINE,)),
+    Fault("leak_of_objects", frozenset({"MC705"}), (1,), TREND_S, severity="warning", says=(NOT_ITS_LINE,)),
+    Fault("leak_of_graphs", frozenset({"MC705"}), (0,), TREND_S, nproc=1, severity="warning", says=(NOT_ITS_LINE,)),
 )
 
 FRAMEWORKS = (
@@ -309,5 +313,7 @@ HEALTHY: tuple[Control, ...] = (
     Control("signal_handlers"),
     Control("scaler_skips"),
     Control("noisy_loss"),
+    Control("cache_fills", seconds=90, never_says="MC705"),
+    Control("cache_fills_slowly", nproc=1, seconds=120, waits="rank 0 grows no longer; the warning MC705 is withdrawn"),
     Control("elastic_restart", form="python"),
 )

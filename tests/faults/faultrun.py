@@ -33,7 +33,7 @@ END_LIMIT_S = 20.0  # from an error finding, or our SIGTERM, to the launcher's e
 PLAIN_END_S = 60.0  # from the first result of a plain run to its end
 POLL_S = 0.02
 # A rate may be low on a busy machine, and is told; what these say of the numbers is true or false anywhere.
-EARLY_WARNINGS = frozenset({"MC413", "MC414", "MC415", "MC416"})
+EARLY_WARNINGS = frozenset({"MC413", "MC414", "MC415", "MC416", "MC705"})
 
 
 @dataclass
@@ -353,6 +353,8 @@ def control_problems(control: Control, seen: Observation, plain: list[str]) -> l
         problems.append(f"results {results_in(seen.output)} differ from the plain run's {plain}")
     if control.waits and control.waits not in seen.output:
         problems.append(f"never said {control.waits!r} while the ranks waited")
+    if control.never_says and control.never_says in seen.output:
+        problems.append(f"said {control.never_says!r}")
     if seen.leftovers:
         problems.append(f"left behind: {seen.leftovers}")
     return problems

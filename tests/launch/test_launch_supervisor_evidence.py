@@ -382,3 +382,20 @@ def test_a_poll_wakes_up_again_and_again_and_one_long_wait_does_not(python: Any)
     _until(lambda: processes.sample(polls.pid).switches >= first + 10)
     assert processes.sample(waits.pid).switches == before
     assert processes.sample(waits.pid).to_json()["switches"] == before
+
+
+def test_pages_of_a_mapped_file_are_counted_beside_the_memory_of_its_own(python: Any, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_bytes(bytes(32 << 20))
+    reads = python(
+        f"import mmap\nfile = open({str(tmp_path / 'tokens')!r}, 'rb')\n"
+        "tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)\nprint('here', flush=True)\ninput()\n"
+        "total = sum(tokens[at] for at in range(0, len(tokens), 4096))\nprint('here', flush=True)\ninput()"
+    )
+    before = processes.sample(reads.pid)
+    reads.stdin.write("\n")
+    reads.stdin.flush()
+    assert reads.stdout.readline() == "here\n"
+    after = processes.sample(reads.pid)
+    assert 30 << 20 <= after.rss_file - before.rss_file <= 40 << 20
+    assert abs((after.stat.rss - after.rss_file) - (before.stat.rss - before.rss_file)) < 4 << 20
+    assert after.to_json()["rss_file"] == after.rss_file

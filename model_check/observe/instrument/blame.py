@@ -31,6 +31,7 @@ from model_check.observe.numerics.origins import Origin
 from model_check.observe.numerics.ranges import ModuleRange, checkable
 
 _OUTLIER = 100.0
+_MOST_REPLAYS = 8  # of the forwards of a step with many passes
 _FIXES = {
     "MC401": ("look at the named line and the numbers that go into it", "lower the learning rate"),
     "MC403": ("use bfloat16: the same memory, the range of float32", "keep the named layer in float32"),
@@ -86,6 +87,7 @@ class Hit:
     own: OwnShare = _UNKNOWN
     brought: Brought | None = None
     mixed: bool = False  # activations were exchanged before it was seen: it may be a peer's
+    one_of: tuple[Place, ...] = ()  # several backwards went into the gradients, and which one was bad is not known
 
     @property
     def received(self) -> dict[str, Any]:
@@ -163,6 +165,15 @@ def _again(calls: Sequence[Call], *, backward: bool) -> tuple[Call | None, Repla
     if lone.stopped:
         return call, None, "it exchanges something with the other ranks: they would have to take part"
     return (call, None, why_not) if why_not else (call, replay, "")
+
+
+def bad_once_more(calls: Sequence[Call]) -> Call | None:
+    """The first of the newest forwards whose own backward, run once more, makes numbers that are not finite."""
+    for call in [call for call in calls if call.learns][-_MOST_REPLAYS:]:
+        replay = _again([call], backward=True)[1]
+        if replay is not None and (replay.origin is not None or replay.gradients_finite is False):
+            return call
+    return None
 
 
 def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = None) -> dict[str, Any] | None:
@@ -329,12 +340,22 @@ def _body(hit: Hit, cause: str, evidence: list[str]) -> dict[str, Any]:
         evidence = [f"observed: {hit.own.bad} held a number that is not finite on this rank{when}", *evidence]
     if hit.scaler:
         evidence = [hit.scaler, *evidence]
+    if len(hit.one_of) > 1:
+        evidence = [*evidence, _one_of_several(hit)]
     if hit.brought is not None and hit.brought.spreads:
         number = hit.brought.number
         evidence = [*evidence, f"observed: exchange {number} of the step was the first that it brought a NaN to"]
     body = {"direction": hit.direction, "cause": cause, "evidence": evidence, **({"fix": fixes} if fixes else {})}
     brought = {"brought": hit.brought.record()} if hit.brought is not None else {}
     return {**body, **brought, **({"mixed": True} if hit.mixed else {})}
+
+
+def _one_of_several(hit: Hit) -> str:
+    lines = list(dict.fromkeys(_line(place) or "" for place in hit.one_of))
+    shown = ", ".join(lines[:4]) + (", …" if len(lines) > 4 else "")
+    found = hit.replay is not None and hit.replay.origin is not None
+    last = "the loss is that of the last" if found else "line and loss are those of the last"
+    return f"inferred: which of the {len(hit.one_of)} backward calls of the step ({shown}) made it is not known: {last}"
 
 
 def _device() -> list[str]:

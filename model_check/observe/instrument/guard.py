@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -32,9 +33,10 @@ from model_check.observe.instrument.box import BOX, GUARD_VARIABLE
 from model_check.observe.instrument.exchanges import Looked, OwnGradients
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
-from model_check.observe.instrument.losscode import LossCode
+from model_check.observe.instrument.losscode import NO_CODE, LossCode
 from model_check.observe.instrument.lossline import Place
 from model_check.observe.instrument.native import Exchange
+from model_check.observe.instrument.passes import Pass, gradient_hit
 from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of, reading_of
 from model_check.observe.numerics.ranges import checkable, is_finite
 
@@ -45,27 +47,10 @@ _TURN_EVERY = 4
 _ENOUGH_LOOKS = 16
 _FIRST_FEW = 4  # parameters
 _FEW = 512  # numbers
+_MOST_PASSES = 1024  # a script that updates its weights by itself never ends a step
+_PASSES_WITH_CODE = 64  # the newest: it keeps numbers alive
 _MOST_NORMS = 4  # of those that a script takes in a step: further ones are added up
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-
-
-_NO_CODE = LossCode()
-
-
-@dataclass
-class _Pass:
-    """One `backward` of the step in progress."""
-
-    loss: Reading
-    calls: list[Call]
-    place: Place | None
-    code: LossCode = _NO_CODE
-    hit: Hit | None = None
-    taken_out: bool = False  # the script threw its gradients away before the next pass began
-
-    def gradients_are_gone(self) -> bool:
-        """Of all that it called. Gradients of 0 say nothing: a batch without a single label has them too."""
-        return bool(self.calls) and all(p.grad is None for call in self.calls for p in call.module.parameters())
 
 
 @dataclass(frozen=True)
@@ -96,6 +81,7 @@ class _Late:
     looked: Looked | None = None
     codes: Sequence[LossCode] = ()
     number: int = 0  # of the step in the history
+    places: tuple[Place, ...] = ()
 
 
 _NOTHING_LATE = _Late()
@@ -138,8 +124,8 @@ class Guard:
         self._calls_seen = 0
         self._begun: Call | None = None  # a forward that is not yet among the calls of its step
         self._learning = False  # a forward is under way whose result may be learnt from
-        self._passes: list[_Pass] = []
-        self._scaled: _Pass | None = None  # the newest whose loss a GradScaler multiplies
+        self._passes: deque[Pass] = deque(maxlen=_MOST_PASSES)
+        self._scaled: Pass | None = None  # the newest whose loss a GradScaler multiplies
         self._norms: list[Reading] = []  # that the script itself took of the gradients there are
         self._further_norms: dict[torch.device, torch.Tensor] = {}  # the sums of those that came after the first few
         self._reports = 0
@@ -148,6 +134,8 @@ class Guard:
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._probed: weakref.WeakKeyDictionary[Any, _Probed] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
+        self._places: deque[Place] = deque(maxlen=_MOST_PASSES)  # of all backwards that this step's gradients come from
+        self._pass_before: Pass | None = None  # the last backward, where that is one of the passes
         self._harmless_code: dict[Place | None, int] = {}
         self._turn = 0
         self._rate = math.nan
@@ -194,22 +182,28 @@ class Guard:
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
         self._last_place = Place.of(sys._getframe(1))
+        self._look_behind_the_last_pass()
+        if self._passes and self._passes[-1].gradients_are_gone():
+            self._passes.clear()  # the script threw their gradients away
+            self._places.clear()
+            self._forget_norms()
+        if self._last_place is not None:
+            self._places.append(self._last_place)
         if scaled:
             self._scaled = self._scaled_pass(root, loss, calls) if loss is not None and skipping else None
         if loss is None or scaled:
             return
-        if self._passes and self._passes[-1].gradients_are_gone():
-            for earlier in self._passes:
-                earlier.taken_out = True
-            self._forget_norms()
-        this = _Pass(loss, calls, self._last_place)
+        # Where all forwards came before the first backward, any of them may be behind a later one.
+        self._pass_before = this = Pass(loss, calls or self._inputs.all_of_step(), self._last_place)
         self._passes.append(this)
+        if len(self._passes) > _PASSES_WITH_CODE:
+            self._passes[-1 - _PASSES_WITH_CODE].code = NO_CODE
         finite = loss.ready and math.isfinite(loss.value())
         if finite or not loss.ready:
-            this.code = self._code_to_hold(root, calls, this.place, finite=finite)
+            this.code = self._code_to_hold(root, this.calls, this.place, finite=finite)
         else:
             # Looked at now: the graph still has its numbers, and the script may yet decide to leave this step out.
-            this.hit = _bad_loss(root, loss.value(), calls, this.place)
+            this.hit = _bad_loss(root, loss.value(), this.calls, this.place)
 
     def exchange_in_pass(self, exchange: Exchange, *, in_backward: bool) -> torch.cuda.Stream | None:
         """A collective is about to be started in the middle of a pass: behind which stream it has to be queued."""
@@ -283,7 +277,9 @@ class Guard:
             # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
             if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
-                hit = self._among_peers(self._gradient_hit(own), in_time)
+                self._look_behind_the_last_pass()
+                hit = gradient_hit(self._passes, self._places, self._inputs.calls, own)
+                hit = self._among_peers(hit, in_time)
                 # What was probed, and what the script took the norm of, may be others than the bad ones.
                 sizes_seen = (math.hypot(*norms), grad_norm)
                 self._found(step, hit, next((size for size in sizes_seen if not math.isfinite(size)), math.nan))
@@ -291,10 +287,10 @@ class Guard:
             self._own.step_was_good(in_time)
         unanswered = [size for size in sizes if size not in ready]
         to_come = [norm for norm in asked if norm not in taken]
-        answered = in_time is not None or looked is None
-        codes = [] if answered and not unanswered and not to_come else self._codes()
+        not_yet = looked if in_time is None else None
+        codes = self._codes() if unanswered or to_come or not_yet is not None else []
         number = self.history.step(self._loss(), grad_norm, self._rate)
-        self._late[optimizer] = _Late(step, unanswered, to_come, looked if in_time is None else None, codes, number)
+        self._late[optimizer] = _Late(step, unanswered, to_come, not_yet, codes, number, tuple(self._places))
         self._settled = True
 
     def scaler_gave_up(self, *, skipped: int, scale: float, first_scale: float) -> None:
@@ -321,6 +317,8 @@ class Guard:
         """The memory of the inputs is the script's again."""
         self._inputs.forget()
         self._passes.clear()
+        self._places.clear()
+        self._pass_before = None
         self._scaled = None
         self._forget_norms()
         self._calls_seen = 0
@@ -356,7 +354,10 @@ class Guard:
         spoilt = probed_bad or (bool(own.bad) and self._own.sharded(optimizer))
         if not spoilt and (not (own.bad or norm_bad) or _weights_finite(optimizer)):
             return False
-        hit = Hit.too_late(self.history.before[-1].loss, late.codes, self._last_place, own)
+        place = late.places[-1] if late.places else self._last_place
+        hit = Hit.too_late(self.history.before[-1].loss, late.codes, place, own)
+        if hit.in_loss_code is None:
+            hit = replace(hit, one_of=late.places)
         if late.looked is not None:
             brought = self._own.brought(late.looked)
             hit = replace(hit, brought=brought, mixed=late.looked.mixed_before(brought))
@@ -366,11 +367,6 @@ class Guard:
     @staticmethod
     def _any_bad(sizes: list[float], looked: Looked | None) -> bool:
         return not all(map(math.isfinite, sizes)) or (looked is not None and bool(looked.bad()))
-
-    def _gradient_hit(self, own: OwnShare) -> Hit:
-        if own.clean:
-            return Hit.received_gradients(self._loss(), self._last_place)
-        return Hit.in_backward(self._loss(), self._inputs.calls, self._codes(), self._last_place, own)
 
     def _among_peers(self, hit: Hit, looked: Looked | None) -> Hit:
         """With what is known of the exchanges of this step: enough to tell who was first."""
@@ -391,17 +387,16 @@ class Guard:
         known = called or [p for probed in self._probed.values() for p in probed.all]
         return list({id(p): p for p in known if p.requires_grad}.values())
 
-    def _bad_pass(self) -> _Pass | None:
-        kept = (this for this in self._passes if not this.taken_out)
-        return next((this for this in kept if not math.isfinite(this.loss.value())), None)
+    def _bad_pass(self) -> Pass | None:
+        return next((this for this in self._passes if not math.isfinite(this.loss.value())), None)
 
     def _loss(self) -> float:
         return float(self._passes[-1].loss.value()) if self._passes else math.nan
 
-    def _scaled_pass(self, root: Any, loss: Reading, calls: list[Call]) -> _Pass:
+    def _scaled_pass(self, root: Any, loss: Reading, calls: list[Call]) -> Pass:
         """A loss that is bad itself is not the scaler's doing: looked at while the graph still has its numbers. Nobody
         waits for it but a script whose scaler is skipping."""
-        this = _Pass(loss, calls, self._last_place)
+        this = Pass(loss, calls, self._last_place)
         if not math.isfinite(loss.value()):
             this.hit = _bad_loss(root, loss.value(), calls, this.place)
         return this
@@ -411,7 +406,7 @@ class Guard:
         harmless = self._harmless_code.get(place, 0)
         if harmless >= _ENOUGH_LOOKS and harmless % _ENOUGH_LOOKS:
             self._harmless_code[place] = harmless + 1
-            return _NO_CODE
+            return NO_CODE
         code = LossCode.held(root.grad_fn, _nodes_of(calls), place, finite=finite)
         self._harmless_code[place] = 0 if code.can_fail else harmless + 1
         return code
@@ -435,7 +430,20 @@ class Guard:
             looked_at = (*looked_at, probed.all[self._turn // _TURN_EVERY % len(probed.all)])
         return [size for parameter in looked_at if (size := _size(parameter)) is not None]
 
-    def _harmless(self, step: int, bad: _Pass, optimizer: Any) -> None:
+    def _look_behind_the_last_pass(self) -> None:
+        """At an early gradient of each optimizer, so that a step of several passes can tell which one spoilt it.
+
+        Not on a GPU, but to halt: a kernel for every micro-batch would be paid for in every step. Nor while somebody
+        records every operation of torch's.
+        """
+        this, self._pass_before = self._pass_before, None
+        if this is None or torch._C._len_torch_dispatch_stack():
+            return
+        early = [next((p for p in probed.early if p.grad is not None), None) for probed in self._probed.values()]
+        read = [p for p in early if p is not None and (p.grad.is_cpu or self.mode == "halt")]
+        this.left = [size for parameter in read if (size := _size(parameter)) is not None]
+
+    def _harmless(self, step: int, bad: Pass, optimizer: Any) -> None:
         """A loss that is not finite although its gradients are: told once, for the script's own log shows it.
 
         Not before the step is over: the gradients of a second optimizer are still to be seen.

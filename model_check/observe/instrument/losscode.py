@@ -191,6 +191,9 @@ class LossCode:
         return located(found.kind, self.place, note="has an infinite slope at 0, where it is", made_it=True)
 
 
+NO_CODE = LossCode()
+
+
 def nodes_behind(root: Any, inside: Sequence[range]) -> Iterator[Any]:
     """The graph's nodes from the loss inwards, without those that a module's forward made."""
     waiting = [root] if root is not None else []
