@@ -212,7 +212,7 @@ def test_halt_names_the_backward_that_was_bad_and_refuses_the_step(run: Runner) 
 
 def test_what_a_device_answers_too_late_is_of_one_of_several() -> None:
     places = tuple(Place("train.py", line, "main", "train.py") for line in (12, 15, 15))
-    hit = replace(Hit.too_late(7.5, places[-1], OwnShare("the gradient of bias")), one_of=places)
+    hit = replace(Hit.too_late(7.5, (), places[-1], OwnShare("the gradient of bias")), one_of=places)
     report = report_of(hit, History(), rate=0.1)
     assert report is not None and report["location"] == "train.py:15"
     assert report["evidence"][-1] == (
