@@ -435,5 +435,9 @@ def test_a_part_of_a_step_that_the_script_throws_away_is_its_own_business(run: R
 def test_halt_refuses_the_step_of_a_closure(run: Runner) -> None:
     outcome = run(HEAD + CLOSURE, env={"MODEL_CHECK_GUARD": "halt"})
     assert outcome.codes == [1] and "weights" not in outcome.outputs[0]
-    assert "step 3 is not applied" in outcome.errors[0]
+    refused = "step 3 is not applied: this rank's own pass made its gradients non-finite"
+    where = f"div at train.py:{line_of(CLOSURE)} in closure; the run was started with --guard halt"
+    assert outcome.errors[0].splitlines()[-1] == f"model_check.errors.NumericsError: [MC408] rank 0: {refused}: {where}"
+    shown = [line for line in outcome.errors[0].splitlines() if "model_check/observe" in line]
+    assert len(shown) == 1 and 'train.py", line' in outcome.errors[0], "the script's lines, and one of ours"
     assert [event["action"] for event in outcome.events("nonfinite")] == ["halt"]

@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Literal
@@ -173,6 +173,7 @@ class Guard:
         self._rate = math.nan
         self._eps: float | None = None
         self._halted = ""
+        self._halted_by: str | None = None  # the code of the cause, where this rank knows it
         self._settled = False
         self._told_harmless = False
         self._untold: dict[str, Any] | None = None
@@ -273,7 +274,7 @@ class Guard:
     def refuse_if_halted(self) -> None:
         """Once a step has been refused, so is every later one: the run is over."""
         if self._halted:
-            raise NumericsError(self._halted, remedy="the run was started with --guard halt")
+            raise NumericsError(self._halted, remedy="the run was started with --guard halt", code=self._halted_by)
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """Raises NumericsError where the step must not be applied."""
@@ -559,8 +560,8 @@ class Guard:
         if untold is not None:
             BOX.event("nonfinite", **untold)
 
-    def _tell(self, step: int, hit: Hit, grad_norm: float | None, action: str, **more: Any) -> bool:
-        """Whether this rank is to blame."""
+    def _tell(self, step: int, hit: Hit, grad_norm: float | None, action: str, **more: Any) -> dict[str, Any] | None:
+        """The report; None where this rank is not to blame."""
         self._reports += 1
         self._untold = None
         report = report_of(hit, self.history, rate=self._rate, eps=self._eps)
@@ -569,14 +570,23 @@ class Guard:
         else:
             BOX.event("nonfinite", step=step, loss=hit.loss, grad_norm=grad_norm, action=action, **report, **more)
         self.forget()
-        return report is not None
+        return report
 
     def _found(self, step: int, hit: Hit, grad_norm: float) -> None:
-        guilty = self._tell(step, hit, grad_norm, "halt" if self.mode == "halt" else "observe")
+        report = self._tell(step, hit, grad_norm, "halt" if self.mode == "halt" else "observe")
         if self.mode == "halt":
-            cause = "this rank's own pass" if guilty else "a peer's gradients"
-            self._halted = f"step {step} is not applied: {cause} made its gradients non-finite"
+            who = f"rank {BOX.recorder.rank}: " if BOX.recorder is not None else ""
+            cause = "a peer's gradients" if report is None else "this rank's own pass"
+            where = f": {_in_words(report)}" if report is not None and report.get("location") else ""
+            self._halted = f"{who}step {step} is not applied: {cause} made its gradients non-finite{where}"
+            self._halted_by = report["cause"] if report is not None else None
             self.refuse_if_halted()
+
+
+def _in_words(report: Mapping[str, Any]) -> str:
+    """div at train.py:17 in forward"""
+    op, function = report.get("op"), report.get("function")
+    return (f"{op} at " if op else "look at ") + str(report["location"]) + (f" in {function}" if function else "")
 
 
 def _given_to(optimizer: Any) -> list[Any]:
