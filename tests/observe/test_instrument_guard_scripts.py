@@ -248,6 +248,18 @@ for step in range(16):
     scaler.update()
 """
 
+# One update with a rate of 10 makes every weight about 10: the next forward leaves float16. So does a large input.
+RATE_IN_HALF = """
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+opt = torch.optim.Adam(model.parameters(), lr=RATE)
+for step in range(4):
+    opt.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = model(torch.randn(8, 16) * (LARGE if step == 1 else 1.0))
+    (out.float() - 1).square().mean().backward()
+    opt.step()
+"""
+
 ALONE_ON_A_RANK = """
 from torch.nn.utils import clip_grad_norm_
 from model_check.observe.instrument.steps import of_this_thread
@@ -368,6 +380,19 @@ def test_what_follows_the_first_module_is_not_said_to_be_before_it(run: Runner) 
     assert (event["module"], event["ranges"]) == ("0", [])
     assert "steps in a row were left out" in event["evidence"][0]
     assert "train.py" not in event["evidence"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "large", "to_blame"), [("10.0", "1.0", True), ("1e-3", "1e6", False)])
+def test_a_rate_that_no_format_would_bear_is_named(run: Runner, rate: str, large: str, to_blame: bool) -> None:
+    event = event_of(
+        run(HEAD + RATE_IN_HALF.replace("RATE", rate).replace("LARGE", large), env={"MODEL_CHECK_GUARD": "observe"})
+    )
+    assert (event["cause"], event["step"]) == ("MC403", 1)
+    assert (event["fix"][0] == "lower the learning rate") == to_blame
+    said = [line for line in event["evidence"] if "learning rate" in line]
+    assert len(said) == (2 if to_blame else 0)
+    assert not said or said[0].startswith("observed: after 1 update at a learning rate of 10, 2.weight (deviation 8.")
 
 
 @pytest.mark.slow
