@@ -72,6 +72,20 @@ def rank_branch(frame: Frame) -> Branch | None:
     return _branch(tree, frame.file, frame.line, _MOST_CALLERS) if tree is not None else None
 
 
+def conditions_of(frame: Frame) -> list[str]:
+    """The statement at a line, and the conditions in its own function under which it runs."""
+    tree = _tree(frame.file, frame.root)
+    found: list[str] = []
+    for node in _path_to(tree, frame.line) if tree is not None else ():
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.clear()
+        elif isinstance(node, (ast.If, ast.While)):
+            found.append(ast.unparse(node.test))
+        elif isinstance(node, (ast.Assert, ast.Raise, ast.Expr)):
+            found.append(ast.unparse(node))
+    return found
+
+
 def _branch(tree: ast.Module, file: str, line: int, callers: int) -> Branch | None:
     function: _Function | None = None
     path = _path_to(tree, line)

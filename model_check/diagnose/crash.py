@@ -18,7 +18,7 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.exceptions import classify_exception
-from model_check.diagnose.findings import LAST_RECORDED, PLACED_BY_RECORD, make_finding, waiting_text
+from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, PLACED_BY_RECORD, make_finding, waiting_text
 from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
@@ -193,7 +193,7 @@ def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, W
         exception = _fatal_exception(evidence.of(number))
         if exception is not None and number not in later:
             text = shorten(str(exception.get("message", "")).split("\n")[0], 120, placeholder=" …")
-            lines.append(f"observed: rank {number} then lost its peer: {exception.get('type')}: {text}")
+            lines.append(f"observed: rank {number} {LOST_ITS_PEER}: {exception.get('type')}: {text}")
     if later:
         lines.append(f"observed: {ranks_text(later)} failed later, in another way")
     # A rank that has raised waits for nothing any more, whatever its last open call was.

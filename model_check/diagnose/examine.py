@@ -17,7 +17,13 @@ from model_check.diagnose.hang import hang_findings
 from model_check.diagnose.issues import group_tables
 from model_check.diagnose.memory import retry_findings
 from model_check.diagnose.mismatch import mismatch_findings
-from model_check.diagnose.numerics import explains_failure, left_out_only, numerics_findings, unwatched_findings
+from model_check.diagnose.numerics import (
+    explains_failure,
+    left_out_only,
+    numerics_findings,
+    stopped_by_it,
+    unwatched_findings,
+)
 from model_check.diagnose.reading import Reader
 from model_check.diagnose.silent import drift_findings, name_token_ids, same_batch_findings, wrong_gradient_findings
 from model_check.diagnose.slow import slow_findings
@@ -94,6 +100,8 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
     numerics = numerics_findings(evidence)
     if crashes and explains_failure(numerics, crashes[0]):
         crashes = []
+    elif crashes and (ended := stopped_by_it(evidence, numerics, crashes[0])) is not None:
+        numerics, crashes = ended, []
     certain = [f for f in mismatches if f.certainty != "suspected"]
     if certain and crashes and _explains(evidence, certain[0], crashes[0]):
         crashes = []

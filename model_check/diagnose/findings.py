@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from model_check.diagnose.catalogue import CATALOGUE
@@ -15,6 +16,8 @@ from model_check.rundir.verdict import Certainty, Severity
 # A kill leaves no frame: the line of these findings is where the rank was last seen, not the cause.
 PLACED_BY_RECORD = frozenset({"MC303", "MC304", "MC305"})
 LAST_RECORDED = "last recorded line"
+LOST_ITS_PEER = "then lost its peer"
+THEN = re.compile(r"^observed: ranks? [\d, and]+ then ")  # what followed from the rest of the evidence
 
 
 def make_finding(

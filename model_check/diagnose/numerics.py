@@ -5,9 +5,12 @@ A rank writes a `nonfinite` event only where its own pass went wrong; whoever me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from model_check.diagnose.branches import conditions_of
 from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence
@@ -17,7 +20,9 @@ from model_check.rundir import Finding
 from model_check.rundir.verdict import Certainty, Severity
 
 _RANGES_SHOWN = 3
+_OF_NUMBERS = re.compile(r"(?i)\bnans?\b|isnan|\binf\b|isinf|infinit|finite|diverge")
 _NOT_AS_ASKED = "(debug.on_nan)"  # how our own trainer ends the sentence that says why it stops all the same
+_LEFT_OUT = ("skip", "rollback")
 _EXPLAINED_SKIPS = 3  # by our own trainer, of all the steps it leaves out
 NONFINITE = frozenset(f"MC4{number:02d}" for number in range(1, 10))
 
@@ -51,16 +56,58 @@ def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
     )
 
 
+def stopped_by_it(evidence: Evidence, findings: list[Finding], crash: Finding) -> list[Finding] | None:
+    """The findings with the script's own end as what followed from the first: it had seen the bad number, and stopped.
+
+    None where its exception, or its exit, is about something else.
+    """
+    if not findings or crash.code not in ("MC301", "MC313") or not _followed(evidence, findings[0], crash):
+        return None
+    first, (own, *rest) = findings[0], crash.evidence
+    then = re.sub(r" (raised|exited|stopped)\b", r" then \1", own, count=1)
+    victims = {*first.victims, *crash.victims, *crash.ranks} - set(first.ranks) if first.ranks else set()
+    ended = replace(first, severity="error", victims=sorted(victims), evidence=[*first.evidence, then, *rest])
+    return [ended, *findings[1:]]
+
+
+def _followed(evidence: Evidence, finding: Finding, crash: Finding) -> bool:
+    """In the bad step or the next; after that, and where the step did no harm, by what the end says of itself."""
+    if finding.step is None or crash.step is None or crash.step < finding.step:
+        return False
+    at_first = [record for _, record in _told(evidence) if whole(record.get("step")) == finding.step]
+    harmless = bool(at_first) and all(r.get("spoils") is False or r.get("action") in _LEFT_OUT for r in at_first)
+    if crash.step <= finding.step + 1 and not harmless:
+        return True
+    said = [crash.title, *crash.evidence]
+    file, _, line = str(crash.location or "").rpartition(":")
+    if file and line.isdigit():
+        root = evidence.of(crash.ranks[0]).cwd if crash.ranks else ""
+        said += conditions_of(Frame(file, int(line), crash.function or "", root=root))
+    return any(_OF_NUMBERS.search(text) for text in said)
+
+
+def _told(evidence: Evidence, event: str = "nonfinite") -> list[tuple[int, Mapping[str, Any]]]:
+    """What each rank said, but for what it only said until it knew more, and for how it seemed to end and did not."""
+    told = []
+    for rank in evidence.ranks.values():
+        goes_on = rank.exit.ok if rank.exit is not None else evidence.live and not rank.exceptions
+        final = {
+            whole(record.get("step"))
+            for name in ("nonfinite", "nonfinite_received")
+            for record in rank.happened(name)
+            if not record.get("preliminary")
+        }
+        said = [r for r in rank.happened(event) if not (goes_on and r.get("action") == "stopped")]
+        told += [(rank.rank, r) for r in said if not r.get("preliminary") or whole(r.get("step")) not in final]
+    return told
+
+
 def nonfinite_findings(evidence: Evidence) -> list[Finding]:
     seen: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
-    told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("nonfinite")]
+    told = _told(evidence)
     told = [(rank, record) for rank, record in told if not _infected(rank, record, told)]
-    unsure = {
-        whole(record.get("step"))
-        for rank in evidence.ranks.values()
-        for record in rank.happened("nonfinite_received")
-        if record.get("clean") is False
-    }
+    received = _told(evidence, "nonfinite_received")
+    unsure = {whole(record.get("step")) for _, record in received if record.get("clean") is False}
     told = [(rank, _without_blame(record) if whole(record.get("step")) in unsure else record) for rank, record in told]
     causes = [record for _, record in told if not _spoilt_weight(record)]
     applied = [whole(record.get("step")) for record in causes if _was_applied(record)]
@@ -78,7 +125,7 @@ def nonfinite_findings(evidence: Evidence) -> list[Finding]:
 
 def received_findings(evidence: Evidence) -> list[Finding]:
     """Every rank had bad gradients and none found its own pass at fault: the job is told, and no rank is blamed."""
-    told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("nonfinite_received")]
+    told = _told(evidence, "nonfinite_received")
     if not told or (evidence.live and len({rank for rank, _ in told}) < len(evidence.all_ranks)):
         return []  # the rank that made it may still be looking into its own pass
     step = min(whole(record.get("step")) for _, record in told)
@@ -209,7 +256,8 @@ def _frame(record: Mapping[str, Any]) -> Frame | None:
 
 
 def _sentences(records: list[tuple[int, Mapping[str, Any]]], record: Mapping[str, Any]) -> list[str]:
-    lines = [f"observed: loss {record.get('loss')}, gradient norm {record.get('grad_norm')}"]
+    norm = record.get("grad_norm", "")  # None: the script stopped before there were gradients, or took none
+    lines = [f"observed: loss {record.get('loss')}" + (f", gradient norm {norm}" if norm is not None else "")]
     lines += [str(line) for line in _list(record.get("evidence"))]
     for entry in _list(record.get("ranges"))[-_RANGES_SHOWN:]:
         if isinstance(entry, Mapping):
@@ -276,5 +324,4 @@ def _seconds(record: Mapping[str, Any]) -> float | None:
 
 def left_out_only(evidence: Evidence) -> bool:
     """Every bad step was skipped or taken back, so that no weight has changed by it."""
-    seen = [record for rank in evidence.ranks.values() for record in rank.happened("nonfinite")]
-    return all(record.get("action") in ("skip", "rollback") for record in seen)
+    return all(record.get("action") in _LEFT_OUT for _, record in _told(evidence))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from model_check.diagnose.collectives import ranks_text
-from model_check.diagnose.findings import LAST_RECORDED
+from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, THEN
 from model_check.diagnose.numerics import NONFINITE
 from model_check.diagnose.source import lines_around
 from model_check.rundir import Finding, Verdict
@@ -23,10 +23,10 @@ def render(
     source_root: Path | str | None = None,
     told_before: Callable[[Finding], bool] = lambda _: False,
 ) -> str:
-    """All findings, root cause first, and one line that sums them up. What was `told_before` takes one line."""
+    """All findings, root cause first, and one line that sums them up. Of what was `told_before`: what came of it."""
     root = Path(source_root) if source_root is not None else None
     blocks = [
-        _head(finding, color) + " (as above)" if told_before(finding) else _finding(finding, color, root)
+        _as_above(finding, color) if told_before(finding) else _finding(finding, color, root)
         for finding in verdict.findings
     ]
     return "\n\n".join([*blocks, _summary(verdict)])
@@ -46,9 +46,16 @@ def _head(finding: Finding, color: bool) -> str:
     return f"{code}{_paint(': ' + printable(finding.title), _BOLD, color)}"
 
 
+def _as_above(finding: Finding, color: bool) -> str:
+    bar = _paint("=", _BLUE, color)
+    since = [sentence for sentence in finding.evidence if THEN.search(sentence)]
+    return "\n".join([f"{_head(finding, color)} (as above)", *(f"  {bar} {printable(said)}" for said in since)])
+
+
 def _suffered(finding: Finding) -> str:
-    """A bad number stops nobody: the others compute on with what they were sent."""
-    if finding.code in NONFINITE:
+    """A bad number stops nobody: the others compute on with what they were sent, unless the script stops by itself."""
+    left_alone = any(LOST_ITS_PEER in said or " wait in " in said or " waits in " in said for said in finding.evidence)
+    if finding.code in NONFINITE and not left_alone:
         return "received its bad gradients"
     return f"{'waits' if len(finding.victims) == 1 else 'wait'} or failed because of it"
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from staging import Stage
 
 from model_check.diagnose import examine, render
 from model_check.rundir import Finding, JsonlWriter, RunDir
@@ -215,6 +216,115 @@ def test_what_the_guard_found_explains_the_exception_that_ended_the_rank(tmp_pat
         writer.close()
     (found,) = examine(run_dir, live=False).findings
     assert (found.code, found.ranks, found.victims) == ("MC402", [1], [0])
+
+
+STOPS = """def train(model, opt, batch, step):
+    loss = model(batch).mean()
+    if not math.isfinite(loss.item()):
+        raise StopTraining(step)
+    if step in wanted:
+        sys.exit(1)
+    opt.step()
+"""
+OBSERVED = {**EVENT, "action": "observe", "dump": None}
+STOPPED = {**OBSERVED, "action": "stopped"}
+LOOKED_FOR = {**STOPPED, "op": None, "location": "train.py:2", "deterministic": None, "preliminary": True}
+
+
+def stopped(stage: Stage, *, at: int, record: dict[str, Any], line: int = 4, said: str = "StopTraining") -> Stage:
+    """Rank 1 of two makes a bad number in step 7, and ends itself in step `at`, in a given line of its script."""
+    stage.source(STOPS)
+    zero, one = stage.ranks(2)
+    stage.train(at)
+    one.event("nonfinite", **record)
+    one.span("forward", 2)
+    one.fails(said, str(at), line)
+    one.exits(1)
+    zero.collective(open=True)
+    zero.fails("RuntimeError", "Connection closed by peer [127.0.0.1]:9105", 6)
+    zero.exits(1)
+    return stage
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_script_that_stops_in_the_bad_step_has_seen_the_number(stage: Stage, live: bool) -> None:
+    (found,) = stopped(stage, at=7, record=STOPPED).findings(live=live)
+    assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [1], [0], 7)
+    assert (found.severity, found.certainty, found.location) == ("error", "proven", "train.py:12")
+    assert found.evidence[-2:] == [
+        f"observed: rank 1 then raised StopTraining: 7 at {stage.script}:4 in train",
+        "observed: rank 0 then lost its peer: RuntimeError: Connection closed by peer [127.0.0.1]:9105",
+    ]
+    text = render(stage.verdict(live=False), color=False)
+    assert "= victims: rank 0 waits or failed because of it" in text
+
+
+@pytest.mark.parametrize(
+    ("record", "at", "line", "said", "codes"),
+    [
+        (OBSERVED, 8, 2, "KeyError", ["MC402"]),  # the weights that the step has spoilt are used
+        (OBSERVED, 30, 2, "KeyError", ["MC301", "MC402"]),
+        (OBSERVED, 30, 4, "KeyError", ["MC402"]),  # under a condition that asks for such a number
+        (OBSERVED, 30, 2, "NotFiniteError", ["MC402"]),
+        ({**OBSERVED, "spoils": False}, 7, 2, "KeyError", ["MC301", "MC402"]),
+        ({**STOPPED, "spoils": False}, 7, 4, "KeyError", ["MC402"]),
+        ({**OBSERVED, "action": "skip"}, 8, 2, "KeyError", ["MC301", "MC402"]),
+        (STOPPED, 7, 2, "ModuleNotFoundError", ["MC310", "MC402"]),
+    ],
+)
+def test_an_exception_of_its_own_stands_beside_the_number(
+    stage: Stage, record: dict[str, Any], at: int, line: int, said: str, codes: list[str]
+) -> None:
+    found = stopped(stage, at=at, record=record, line=line, said=said).findings(live=False)
+    assert [finding.code for finding in found] == codes
+    assert [finding.severity for finding in found] == ["error", "warning"][: len(codes)]
+
+
+def test_an_exit_of_all_ranks_follows_from_the_number_of_one(stage: Stage) -> None:
+    stage.source(STOPS)
+    ranks = stage.ranks(2)
+    stage.train(7)
+    ranks[1].event("nonfinite", **STOPPED)
+    for rank in ranks:
+        rank.span("forward", 2)
+        rank.exits(3, via="sys.exit", line=6)
+    (found,) = stage.findings(live=False)
+    assert (found.code, found.ranks, found.victims, found.severity) == ("MC402", [1], [0], "error")
+    assert found.evidence[-1] == "observed: ranks 0 and 1 then exited with code 3 through sys.exit"
+    assert stage.verdict(live=False).exit_code == 3
+
+
+def test_a_rank_that_goes_on_after_all_has_not_stopped(stage: Stage) -> None:
+    (lone,) = stage.ranks(1)
+    stage.train(7)
+    lone.event("nonfinite", **STOPPED)
+    assert stage.findings(live=True, after=0.1) == [], "an exit may be caught"
+    stage.train(1)
+    lone.exits(0)
+    assert stage.findings(live=False) == []
+
+
+def test_what_a_rank_says_first_stands_until_it_knows_more(stage: Stage) -> None:
+    (first,) = stopped(stage, at=7, record=LOOKED_FOR).findings(live=False)
+    assert (first.code, first.ranks, first.location, first.certainty) == ("MC402", [1], "train.py:2", "observed")
+    stage.actors[1].event("nonfinite", **STOPPED)
+    (then,) = stage.findings(live=False)
+    assert (then.ranks, then.location, then.certainty) == ([1], "train.py:12", "proven")
+
+
+def test_a_rank_that_finds_itself_innocent_takes_it_back(stage: Stage) -> None:
+    stopped(stage, at=7, record=LOOKED_FOR)
+    stage.actors[1].event("nonfinite_received", step=7, loss=0.5, location="train.py:2", action="stopped", clean=True)
+    (found,) = stage.findings(live=False)
+    assert (found.code, found.ranks, found.severity) == ("MC402", [], "error")
+
+
+def test_what_came_of_a_warning_is_added_to_it(stage: Stage) -> None:
+    verdict = stopped(stage, at=7, record=OBSERVED).verdict(live=False)
+    first, _ = render(verdict, told_before=lambda finding: True).split("\n\n")
+    head, *since = first.split("\n")
+    assert head.endswith("on rank 1 (as above)")
+    assert since[0] == f"  = observed: rank 1 then raised StopTraining: 7 at {stage.script}:4 in train"
 
 
 def test_the_dump_is_never_opened(tmp_path: Path) -> None:

@@ -251,6 +251,11 @@ NUMERICS = (
     slow("log_of_zero", "MC401", (1,), says=("log", "Policy")),
     slow("replica_drift", "MC410", (2,), nproc=3, says=("head.bias", "step 20", "step 30")),
     slow("same_data", "MC412", (0, 1), says=("same batch",)),
+    # The script itself sees the number and stops: that is what followed from it.
+    crash("nan_loss_raises", "MC408", (1,), exit_code=1, says=("rank 1 then raised ValueError: loss is nan",)),
+    crash("nan_loss_exits", "MC401", (1,), exit_code=3, says=("log", "then exited with code 3")),
+    crash("clip_raises", "MC402", (1,), exit_code=1, says=("sqrt", "ranks 0 and 1 then raised RuntimeError")),
+    crash("loss_too_large", "MC301", (1,), exit_code=1, says=("raised ValueError: loss is ",)),
     crash("token_without_row", "MC902", (1,), exit_code=1, says=("117", "100 rows", "tokens")),
 )
 

@@ -248,6 +248,18 @@ for step in range(16):
     scaler.update()
 """
 
+# One update with a rate of 10 makes every weight about 10: the next forward leaves float16. So does a large input.
+RATE_IN_HALF = """
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+opt = torch.optim.Adam(model.parameters(), lr=RATE)
+for step in range(4):
+    opt.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = model(torch.randn(8, 16) * (LARGE if step == 1 else 1.0))
+    (out.float() - 1).square().mean().backward()
+    opt.step()
+"""
+
 ALONE_ON_A_RANK = """
 from torch.nn.utils import clip_grad_norm_
 from model_check.observe.instrument.steps import of_this_thread
@@ -371,6 +383,19 @@ def test_what_follows_the_first_module_is_not_said_to_be_before_it(run: Runner) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rate", "large", "to_blame"), [("10.0", "1.0", True), ("1e-3", "1e6", False)])
+def test_a_rate_that_no_format_would_bear_is_named(run: Runner, rate: str, large: str, to_blame: bool) -> None:
+    event = event_of(
+        run(HEAD + RATE_IN_HALF.replace("RATE", rate).replace("LARGE", large), env={"MODEL_CHECK_GUARD": "observe"})
+    )
+    assert (event["cause"], event["step"]) == ("MC403", 1)
+    assert (event["fix"][0] == "lower the learning rate") == to_blame
+    said = [line for line in event["evidence"] if "learning rate" in line]
+    assert len(said) == (2 if to_blame else 0)
+    assert not said or said[0].startswith("observed: after 1 update at a learning rate of 10, 2.weight (deviation 8.")
+
+
+@pytest.mark.slow
 def test_a_rank_whose_own_backward_does_it_again_is_named_although_its_part_did_not_show_it(run: Runner) -> None:
     outcome = run(HEAD + ALONE_ON_A_RANK, env={"MODEL_CHECK_GUARD": "observe"}, world=2)
     assert outcome.codes == [0, 0], outcome.errors
@@ -435,5 +460,9 @@ def test_a_part_of_a_step_that_the_script_throws_away_is_its_own_business(run: R
 def test_halt_refuses_the_step_of_a_closure(run: Runner) -> None:
     outcome = run(HEAD + CLOSURE, env={"MODEL_CHECK_GUARD": "halt"})
     assert outcome.codes == [1] and "weights" not in outcome.outputs[0]
-    assert "step 3 is not applied" in outcome.errors[0]
+    refused = "step 3 is not applied: this rank's own pass made its gradients non-finite"
+    where = f"div at train.py:{line_of(CLOSURE)} in closure; the run was started with --guard halt"
+    assert outcome.errors[0].splitlines()[-1] == f"model_check.errors.NumericsError: [MC408] rank 0: {refused}: {where}"
+    shown = [line for line in outcome.errors[0].splitlines() if "model_check/observe" in line]
+    assert len(shown) == 1 and 'train.py", line' in outcome.errors[0], "the script's lines, and one of ours"
     assert [event["action"] for event in outcome.events("nonfinite")] == ["halt"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from model_check.observe.numerics.causes import Situation, StepNumbers, judge_cause
+from model_check.observe.numerics.causes import TOO_FAST, Situation, StepNumbers, judge_cause
 from model_check.observe.numerics.origins import Origin, Site
 from model_check.observe.numerics.ranges import Range
 
@@ -52,6 +52,16 @@ def test_an_empty_divisor_comes_before_everything_else() -> None:
     cause = judge_cause(replace(NOTHING, origin=replace(FORWARD, empty_divisor=True), ignored_labels=True, rate=1.0))
     assert cause.code == "MC408"
     assert "observed: every label of a batch is -100" in cause.evidence
+
+
+def test_a_float16_overflow_tells_of_the_rate_behind_it() -> None:
+    half = replace(FORWARD, dtype="float16", magnitude=81920.0)
+    fast = judge_cause(replace(NOTHING, origin=half, before=[StepNumbers(4.0, 1.0, 1.0)] * 3))
+    assert (fast.code, fast.evidence[-2:]) == (
+        "MC403",
+        ("observed: learning rate 1, 50 times the weights at the start (0.02)", TOO_FAST),
+    )
+    assert TOO_FAST not in judge_cause(replace(NOTHING, origin=half)).evidence
 
 
 def test_a_float16_overflow_tells_magnitude_and_scales() -> None:

@@ -44,6 +44,7 @@ NUMERICS: dict[str, Entry] = {
         (
             "set training.precision=bf16: the same memory, the range of float32",
             "keep the named layer in float32, or normalise before it",
+            "lower the learning rate first, where the evidence names it",
         ),
         "layers.11.feed_forward.w2: 81920 in float16, whose largest number is 65504; last good scale 32768",
     ),

@@ -26,7 +26,7 @@ from model_check.observe.instrument.replaying import (
     samples_alone,
     samples_with_bad_input,
 )
-from model_check.observe.numerics.causes import Cause, Situation, judge_cause
+from model_check.observe.numerics.causes import GAIN, RATE_SHARE, TOO_FAST, Cause, Situation, judge_cause
 from model_check.observe.numerics.origins import Origin
 from model_check.observe.numerics.ranges import ModuleRange, checkable
 
@@ -333,7 +333,7 @@ def _report_late(hit: Hit, history: History, rate: float) -> dict[str, Any]:
 
 
 def _body(hit: Hit, cause: str, evidence: list[str]) -> dict[str, Any]:
-    fixes = list(_FIXES.get(cause, ()))
+    fixes = [*(["lower the learning rate"] if TOO_FAST in evidence else []), *_FIXES.get(cause, ())]
     if hit.own.bad:
         mixed = is_alone() or (hit.brought is not None and hit.brought.spreads)
         when = "" if mixed else ", before any exchange"
@@ -399,6 +399,8 @@ def _judged(hit: Hit, origin: Origin | None, history: History, samples: list[int
             reproduced=True,
         )
     )
+    if found.code == "MC403" and TOO_FAST not in found.evidence:
+        return Cause("MC403", (*found.evidence, *_made_by_the_rate(hit, history, step_rate)))
     if found.code in ("MC401", "MC406") and (jump := history.rate_jump()) is not None:
         jumped = f"observed: the learning rate went from {jump[0]:g} to {jump[1]:g}, and the loss left its level"
         return Cause("MC405", (jumped, f"observed: losses {history.shown()}", *found.evidence))
@@ -406,6 +408,23 @@ def _judged(hit: Hit, origin: Origin | None, history: History, samples: list[int
         grew = f"observed: the loss grew with every update since the first: {history.shown()}"
         return Cause("MC405", (grew, f"observed: learning rate {step_rate:g}", *found.evidence))
     return found
+
+
+def _made_by_the_rate(hit: Hit, history: History, rate: float) -> tuple[str, ...]:
+    """What shows that the updates, and not the format, are why a number is too large for float16."""
+    if history.diverges_from_the_start():
+        grew = f"observed: the loss grew with every update since the first: {history.shown()}"
+        return grew, f"observed: learning rate {rate:g}", TOO_FAST
+    widest = _widest_gain(hit.call) if hit.call is not None and history.steps else None
+    if hit.call is None or widest is None or widest[1] < GAIN:
+        return ()
+    size = float(hit.call.unwrapped.get_parameter(widest[0]).detach().float().std())
+    # An optimizer like Adam moves each weight by about the rate: fewer updates cannot have made it so large.
+    if not rate * history.steps >= RATE_SHARE * size:
+        return ()
+    often = f"{history.steps} update{'s' if history.steps > 1 else ''}"
+    large = f"{widest[0]} (deviation {size:.3g}) enlarges what passes through it {widest[1]:.3g} times"
+    return f"observed: after {often} at a learning rate of {rate:g}, {large}", TOO_FAST
 
 
 def _widest_gain(call: Call) -> tuple[str, float] | None:

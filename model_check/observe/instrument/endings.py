@@ -10,9 +10,11 @@ import atexit
 import builtins
 import functools
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -40,15 +42,32 @@ class _Ending:
             return
         self.exception = id(error)
         NOTES.ended_with(error)
+        said = words(error)
+        of_memory = isinstance(error, MemoryError) or "out of memory" in said or "bad_alloc" in said
         if (steps := sys.modules.get(_STEPS)) is not None:
             steps.process_fails()
-        said = words(error)
-        if isinstance(error, MemoryError) or "out of memory" in said or "bad_alloc" in said:
+            if isinstance(error, Exception) and not of_memory:  # there is none to look with either
+                steps.process_stops(list(_traceback(error.__traceback__)), said)
+        if of_memory:
             memory.mark("memory error")
         BOX.event("exception", handled=False, **summarize(error))
 
+    def look_back(self) -> None:
+        """What the numbers of the last step have to say may take a second run of it: the script's words come first.
+
+        Whoever ends all ranks because one has failed sends SIGTERM. This one is about to end with a code of its own.
+        """
+        if BOX.recorder is not None and (steps := sys.modules.get(_STEPS)) is not None and steps.looks_back():
+            with _unhurried():
+                steps.look_back()
+
     def asked(self, code: int, via: str, frame: FrameType | None, message: str = "") -> None:
         """sys.exit, exit or os._exit was called, here; sys.exit may have been given words instead of a code."""
+        if code and (steps := sys.modules.get(_STEPS)) is not None:
+            handled = sys.exc_info()[1]
+            trace = _traceback(handled.__traceback__) if handled is not None else ()
+            steps.process_stops([*_stack(frame), *trace], words(handled) if handled is not None else "")
+            self.look_back()
         frames = BOX.code.describe_stack(frame)
         self.exit_call = {"code": code, "via": via, "user_frame": BOX.code.user_frame(frames)}
         if message:
@@ -71,7 +90,12 @@ class _Ending:
         if isinstance(last, BaseException):
             # A hook of the script's own took our place.
             self.fail(last)
+            self.look_back()
         if (steps := sys.modules.get(_STEPS)) is not None:
+            if self.exception is None and (self.exit_call is None or self.exit_call["via"] == "SystemExit"):
+                # A bare `raise SystemExit` looks like an end of the script; by its code it is told which it was.
+                steps.process_stops((), "")
+                self.look_back()
             steps.process_ends()
         memory.mark("exit")
         if self.exception is not None:
@@ -110,8 +134,39 @@ def _chain_excepthook(previous: Callable[..., Any]) -> Callable[..., Any]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ENDING.fail(error)
         previous(kind, error, trace)
+        ENDING.look_back()
 
     return hook
+
+
+def _traceback(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """The frames of an exception with their lines, outermost first."""
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
+    """The same of a call that is under way."""
+    found = []
+    while frame is not None:
+        found.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return found[::-1]
+
+
+@contextmanager
+def _unhurried() -> Iterator[None]:
+    """Without being ended by SIGTERM, unless the script has plans for it."""
+    on_main = threading.current_thread() is threading.main_thread()
+    if not on_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _chain_thread_hook(previous: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,6 +231,7 @@ def recording_failures(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except Exception as error:
             ENDING.fail(error)
+            ENDING.look_back()
             raise
 
     return call

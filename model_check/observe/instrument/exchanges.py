@@ -164,9 +164,19 @@ class OwnGradients:
                 if flat is not None:
                     self._names.setdefault(id(flat), f"the gradients of {_plain(f'{name}.')}")
 
-    def sharded(self, optimizer: Any) -> bool:
+    def sharded(self, parameters: Iterable[Any]) -> bool:
         """This rank holds parts of the parameters: as DTensors, in FSDP's flat ones, or as views of those."""
-        return any(self._is_shard(p) for group in optimizer.param_groups for p in group["params"])
+        return any(map(self._is_shard, parameters))
+
+    @property
+    def exchanged(self) -> bool:
+        """Gradients of this step, or what they are made of, have met those of peers."""
+        return self._exchanged
+
+    @property
+    def so_far(self) -> Looked | None:
+        """What was seen of this step, as far as the device has answered."""
+        return self._looked if self._looked is not None and self._looked.ready else None
 
     def _is_shard(self, parameter: Any) -> bool:
         own = id(parameter) in self._in_shards

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
+import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -33,7 +36,7 @@ from model_check.observe.instrument.box import BOX, GUARD_VARIABLE
 from model_check.observe.instrument.exchanges import Looked, OwnGradients
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
-from model_check.observe.instrument.losscode import NO_CODE, LossCode
+from model_check.observe.instrument.losscode import NO_CODE, LossCode, bad_loss
 from model_check.observe.instrument.lossline import Place
 from model_check.observe.instrument.native import Exchange
 from model_check.observe.instrument.passes import Pass, gradient_hit
@@ -50,6 +53,9 @@ _FEW = 512  # numbers
 _MOST_PASSES = 1024  # a script that updates its weights by itself never ends a step
 _PASSES_WITH_CODE = 64  # the newest: it keeps numbers alive
 _MOST_NORMS = 4  # of those that a script takes in a step: further ones are added up
+_ANOMALY = re.compile(r"Function '(\w+)' returned nan values in its \d+th output")
+_A_MOMENT_S = 2.0
+_PAUSE_S = 0.001
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -83,8 +89,27 @@ class _Late:
     number: int = 0  # of the step in the history
     places: tuple[Place, ...] = ()
 
+    @property
+    def ready(self) -> bool:
+        asked = all(reading.ready for reading in (*self.sizes, *self.norms))
+        return asked and (self.looked is None or self.looked.ready)
+
 
 _NOTHING_LATE = _Late()
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """What is bad in the step in which the script ends itself."""
+
+    step: int
+    loss: float
+    direction: Literal["forward", "backward"]
+    place: Place | None
+    hit: Callable[[], Hit]  # looks into it: may run the step once more
+    grad_norm: float | None  # None: there is none
+    own_bad: str = ""  # which gradient was, before any exchange
+    spoils: bool = True  # its gradients are bad, or not known
 
 
 def _size(parameter: Any) -> Reading | None:
@@ -141,9 +166,11 @@ class Guard:
         self._rate = math.nan
         self._eps: float | None = None
         self._halted = ""
+        self._halted_by: str | None = None  # the code of the cause, where this rank knows it
         self._settled = False
         self._told_harmless = False
         self._untold: dict[str, Any] | None = None
+        self._stop: _Stop | None = None
 
     @property
     def on(self) -> bool:
@@ -221,6 +248,8 @@ class Guard:
     def backward_ended(self) -> None:
         if self.on:
             self._own.backward_ended()
+            if self._passes:
+                self._passes[-1].ended = True
 
     def norm_taken(self, norm: Any) -> None:
         """Kept until the step is over: a script may compute another loss before it applies what it has clipped."""
@@ -243,7 +272,7 @@ class Guard:
     def refuse_if_halted(self) -> None:
         """Once a step has been refused, so is every later one: the run is over."""
         if self._halted:
-            raise NumericsError(self._halted, remedy="the run was started with --guard halt")
+            raise NumericsError(self._halted, remedy="the run was started with --guard halt", code=self._halted_by)
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """Raises NumericsError where the step must not be applied."""
@@ -256,7 +285,8 @@ class Guard:
         if self._spoilt_before(optimizer):
             return
         sizes = self._sizes(optimizer)
-        looked = self._own.at_the_optimizer([p for group in optimizer.param_groups for p in group["params"]])
+        parameters = _given_to(optimizer)
+        looked = self._own.at_the_optimizer(parameters)
         in_time = looked if looked is not None and (looked.ready or self.mode == "halt") else None
         ready = [size for size in sizes if size.ready or self.mode == "halt"]
         known = [size.value() for size in ready]
@@ -265,7 +295,7 @@ class Guard:
         norms = [norm.value() for norm in taken]
         bad = self._bad_pass()
         grad_norm = math.hypot(*known) if known else math.nan
-        if bad is not None and _gradients_finite(optimizer):
+        if bad is not None and _gradients_finite(parameters):
             # They do not depend on what is bad in it: of a batch without a single label the loss is 0/0, the slope 0.
             self._harmless(step, bad, optimizer)
             bad = None
@@ -273,13 +303,11 @@ class Guard:
             hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, bad.code, bad.place)
             self._found(step, self._among_peers(hit, in_time), grad_norm)
         elif self._any_bad([*known, *norms], in_time):
-            own = _own_share(in_time, optimizer)
+            own = _own_share(in_time, parameters)
             # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
-            if (own.bad and self._own.sharded(optimizer)) or not _gradients_finite(optimizer):
-                self._look_behind_the_last_pass()
-                hit = gradient_hit(self._passes, self._places, self._inputs.calls, own)
-                hit = self._among_peers(hit, in_time)
+            if (own.bad and self._own.sharded(parameters)) or not _gradients_finite(parameters):
+                hit = self._among_peers(self._gradient_hit(own), in_time)
                 # What was probed, and what the script took the norm of, may be others than the bad ones.
                 sizes_seen = (math.hypot(*norms), grad_norm)
                 self._found(step, hit, next((size for size in sizes_seen if not math.isfinite(size)), math.nan))
@@ -307,6 +335,86 @@ class Guard:
     def step_done(self) -> None:
         """The step is kept until the next one begins: a second optimizer may still have to apply its share of it."""
         self._settled = True
+
+    # How the script ends
+
+    def script_stops(self, frames: Sequence[tuple[FrameType, int]], said: str, *, scaled: bool) -> None:
+        """It ends itself in the middle of a step, often because it has seen the bad number. No peer is needed here.
+
+        What needs no second run is written at once, for a rank may be ended with its peers; `look_back` adds the rest.
+        `scaled`: by a GradScaler, whose gradients may be bad in good health.
+        """
+        if not self.on or not _devices_answer():
+            return
+        for optimizer, late in list(self._late.items()):
+            if late.ready and self._spoilt_before(optimizer):
+                return
+        stop = None if self._settled else self._bad_loss_at_the_end(frames)
+        if stop is None and not self._settled and not scaled:
+            stop = self._bad_gradients_at_the_end(said)
+        if stop is None:
+            return
+        self._stop = stop
+        if stop.direction == "forward" or stop.own_bad:
+            why = "inferred: the operation is not known: the rank ended before the step could be run once more"
+            place = f"{stop.place.file}:{stop.place.line}" if stop.place is not None else None
+            known = {"cause": "MC401" if stop.direction == "forward" else "MC402", "evidence": [why], "location": place}
+            told = {"step": stop.step, "loss": stop.loss, "grad_norm": stop.grad_norm, "action": "stopped"}
+            BOX.event("nonfinite", **told, direction=stop.direction, **known, spoils=stop.spoils, preliminary=True)
+
+    @property
+    def looks_back(self) -> bool:
+        return self._stop is not None
+
+    def look_back(self) -> None:
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            hit = self._among_peers(stop.hit(), self._own.so_far)
+            self._tell(stop.step, hit, stop.grad_norm, "stopped", **({} if stop.spoils else {"spoils": False}))
+
+    def _bad_loss_at_the_end(self, frames: Sequence[tuple[FrameType, int]]) -> _Stop | None:
+        step = BOX.recorder.steps if BOX.recorder is not None else 0
+        bad = self._bad_pass()
+        if bad is not None:
+            loss, calls, place = float(bad.loss.value()), bad.calls, bad.place
+            look = lambda: bad.hit or Hit.in_forward(loss, calls, bad.code, place)  # noqa: E731
+            spoils = not (bad.ended and _gradients_finite(self._trained()))
+            return _Stop(step, loss, "forward", place, look, self._norm_so_far(), spoils=spoils)
+        first = self._inputs.calls[0].nodes.start if self._inputs.calls else 0
+        seen = bad_loss(frames, first)
+        if seen is None:
+            return None
+        root, where = seen
+        since = self._inputs.calls[self._calls_seen :] or list(self._inputs.calls)
+        number = float(root.detach())
+        look = lambda: _bad_loss(root, number, since, where)  # noqa: E731
+        return _Stop(step, number, "forward", where, look, self._norm_so_far())
+
+    def _bad_gradients_at_the_end(self, said: str) -> _Stop | None:
+        """Of a pass that is over: in its middle some gradients are this rank's, others their peers' too."""
+        if not self._passes:
+            return None
+        anomaly = _ANOMALY.search(said)
+        if anomaly is not None:
+            own = OwnShare(f"the result of {anomaly[1]}")
+        else:
+            parameters = self._trained()
+            own = _own_share(self._own.so_far, parameters)
+            in_shards = bool(own.bad) and self._own.sharded(parameters)
+            if not self._passes[-1].ended or (not in_shards and _gradients_finite(parameters)):
+                return None
+            if is_alone() and self._own.exchanged and not (own.bad or own.clean):
+                return None  # its process group is gone already: whose they are cannot be told any more
+        step = BOX.recorder.steps if BOX.recorder is not None else 0
+        norm = self._norm_so_far()
+        return _Stop(
+            step, self._loss(), "backward", self._last_place, lambda: self._gradient_hit(own), norm, own_bad=own.bad
+        )
+
+    def _norm_so_far(self) -> float | None:
+        """That the script itself has taken of this step's gradients."""
+        taken = [norm.value() for norm in self._norms if norm.ready]
+        return math.hypot(*taken) if taken else None
 
     def forget(self) -> None:
         self._own.forget()
@@ -349,10 +457,11 @@ class Guard:
         if late.sizes and not probed_bad:
             self.history.learn(late.number, size)
         norm_bad = not all(math.isfinite(norm.value()) for norm in late.norms)
-        own = _own_share(late.looked, optimizer)
+        parameters = _given_to(optimizer)
+        own = _own_share(late.looked, parameters)
         # A script may mend what it was given, and a norm overflows first; whatever was applied, the weights show.
-        spoilt = probed_bad or (bool(own.bad) and self._own.sharded(optimizer))
-        if not spoilt and (not (own.bad or norm_bad) or _weights_finite(optimizer)):
+        spoilt = probed_bad or (bool(own.bad) and self._own.sharded(parameters))
+        if not spoilt and (not (own.bad or norm_bad) or _weights_finite(parameters)):
             return False
         place = late.places[-1] if late.places else self._last_place
         hit = Hit.too_late(self.history.before[-1].loss, late.codes, place, own)
@@ -367,6 +476,10 @@ class Guard:
     @staticmethod
     def _any_bad(sizes: list[float], looked: Looked | None) -> bool:
         return not all(map(math.isfinite, sizes)) or (looked is not None and bool(looked.bad()))
+
+    def _gradient_hit(self, own: OwnShare) -> Hit:
+        self._look_behind_the_last_pass()
+        return gradient_hit(self._passes, self._places, self._inputs.calls, own)
 
     def _among_peers(self, hit: Hit, looked: Looked | None) -> Hit:
         """With what is known of the exchanges of this step: enough to tell who was first."""
@@ -423,7 +536,7 @@ class Guard:
             self._named.clear()
             self._modules()
         if self.mode == "halt":
-            return _all_sizes([p for group in optimizer.param_groups for p in group["params"]])
+            return _all_sizes(_given_to(optimizer))
         self._turn += 1
         looked_at = tuple(parameter for parameter in probed.early if parameter.grad is not None)[:1]
         if self._turn % _TURN_EVERY == 0 and probed.all:
@@ -466,19 +579,26 @@ class Guard:
         if untold is not None:
             BOX.event("nonfinite", **untold)
 
-    def _found(self, step: int, hit: Hit, grad_norm: float) -> None:
+    def _tell(self, step: int, hit: Hit, grad_norm: float | None, action: str, **more: Any) -> dict[str, Any] | None:
+        """The report; None where this rank is not to blame."""
         self._reports += 1
         self._untold = None
-        action = "halt" if self.mode == "halt" else "observe"
         report = report_of(hit, self.history, rate=self._rate, eps=self._eps)
         if report is None:
             BOX.event("nonfinite_received", step=step, action=action, **hit.received)
         else:
-            BOX.event("nonfinite", step=step, loss=hit.loss, grad_norm=grad_norm, action=action, **report)
+            BOX.event("nonfinite", step=step, loss=hit.loss, grad_norm=grad_norm, action=action, **report, **more)
         self.forget()
+        return report
+
+    def _found(self, step: int, hit: Hit, grad_norm: float) -> None:
+        report = self._tell(step, hit, grad_norm, "halt" if self.mode == "halt" else "observe")
         if self.mode == "halt":
-            cause = "this rank's own pass" if report is not None else "a peer's gradients"
-            self._halted = f"step {step} is not applied: {cause} made its gradients non-finite"
+            who = f"rank {BOX.recorder.rank}: " if BOX.recorder is not None else ""
+            cause = "a peer's gradients" if report is None else "this rank's own pass"
+            where = f": {_in_words(report)}" if report is not None and report.get("location") else ""
+            self._halted = f"{who}step {step} is not applied: {cause} made its gradients non-finite{where}"
+            self._halted_by = report["cause"] if report is not None else None
             self.refuse_if_halted()
 
 
@@ -491,23 +611,49 @@ def _nodes_of(calls: list[Call]) -> list[range]:
     return [call.nodes for call in calls if call.learns]
 
 
-def _gradients_finite(optimizer: Any) -> bool:
+def _in_words(report: Mapping[str, Any]) -> str:
+    """div at train.py:17 in forward"""
+    op, function = report.get("op"), report.get("function")
+    return (f"{op} at " if op else "look at ") + str(report["location"]) + (f" in {function}" if function else "")
+
+
+def _given_to(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _gradients_finite(parameters: Iterable[Any]) -> bool:
     """Looks at all of them: asked only where something is known to be wrong."""
-    gradients = (gradient_of(p) for group in optimizer.param_groups for p in group["params"])
+    gradients = map(gradient_of, parameters)
     return all(is_finite(gradient) for gradient in gradients if gradient is not None and checkable(gradient))
 
 
-def _weights_finite(optimizer: Any) -> bool:
-    weights = (local(p) for group in optimizer.param_groups for p in group["params"])
+def _weights_finite(parameters: Iterable[Any]) -> bool:
+    weights = map(local, parameters)
     return all(is_finite(weight) for weight in weights if weight is not None and checkable(weight))
 
 
-def _own_share(looked: Looked | None, optimizer: Any) -> OwnShare:
+def _devices_answer() -> bool:
+    """Within a moment. One that has failed, or waits for a peer that is gone, is asked nothing more."""
+    if not torch.cuda.is_initialized():
+        return True
+    until = time.monotonic() + _A_MOMENT_S
+    try:
+        stream = torch.cuda.current_stream()
+        while not stream.query():
+            if time.monotonic() > until:
+                return False
+            time.sleep(_PAUSE_S)
+    except RuntimeError:  # what a kernel has done wrong shows in every later call
+        return False
+    return True
+
+
+def _own_share(looked: Looked | None, parameters: Iterable[Any]) -> OwnShare:
     """What a look before the exchange proves. A look after it, or at some of the gradients, leaves a question."""
     if looked is None or not (looked.before_exchange or is_alone()):
         return OwnShare()
     bad = looked.bad()
-    trained = (local(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    trained = (local(p) for p in parameters if p.requires_grad)
     held = sum(weight.numel() for weight in trained if weight is not None)
     # Numbers alone do not tell: several passes add up, and a shard is less than the unit that was looked at.
     all_read = looked.in_full and looked.numbers >= held

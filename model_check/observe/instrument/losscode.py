@@ -13,6 +13,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from model_check.observe.instrument.replaying import finite as is_finite
 _MOST_NODES = 200
 _FEW_NODES = 8  # are held on to in every step
 _SMALL = 1 << 19  # bytes
+_MOST_HELD = 64  # of a list or a dict of losses
 _MEAN = 1  # as torch numbers the ways to reduce a loss
 # Operations whose derivative has a pole, and those that make infinity or NaN of finite numbers, as autograd names them.
 _POLES = frozenset(
@@ -192,6 +194,30 @@ class LossCode:
 
 
 NO_CODE = LossCode()
+
+
+def bad_loss(frames: Sequence[tuple[FrameType, int]], since: int) -> tuple[torch.Tensor, Place | None] | None:
+    """Of a script that ends before it calls `backward`: a loss that is not finite, among what its functions hold.
+
+    The newest of several is the one that the others were added up to. `since`: the graph's first node of this step.
+    """
+    found: list[tuple[int, torch.Tensor, Place | None]] = []
+    place: Place | None = None
+    for frame, line in frames:  # the outermost first: of a function that is handed the loss, its caller has made it
+        place = Place.at(frame, line) or place
+        known = {id(tensor) for _, tensor, _ in found}
+        for value in list(frame.f_locals.values()):
+            held = dict.values(value) if isinstance(value, dict) else value if type(value) in (list, tuple) else [value]
+            for tensor in itertools.islice(held, _MOST_HELD):
+                if type(tensor) is torch.Tensor and id(tensor) not in known and _may_be_loss(tensor, since):
+                    found.append((_number(tensor.grad_fn), tensor, place))
+    bad = [(number, tensor, place) for number, tensor, place in found if not is_finite(tensor)]
+    return max(bad, key=lambda item: item[0])[1:] if bad else None
+
+
+def _may_be_loss(tensor: torch.Tensor, since: int) -> bool:
+    node = tensor.grad_fn
+    return node is not None and tensor.numel() == 1 and tensor.is_floating_point() and _number(node) >= since
 
 
 def nodes_behind(root: Any, inside: Sequence[range]) -> Iterator[Any]:

@@ -53,11 +53,17 @@ class Place:
     @classmethod
     def of(cls, frame: FrameType | None) -> Place | None:
         while frame is not None:
-            shown = BOX.code.shown(frame.f_code.co_filename)
-            if shown is not None:
-                return cls(shown, frame.f_lineno, frame.f_code.co_name, frame.f_code.co_filename)
+            if (found := cls.at(frame, frame.f_lineno)) is not None:
+                return found
             frame = frame.f_back
         return None
+
+    @classmethod
+    def at(cls, frame: FrameType, line: int) -> Place | None:
+        """This very frame; None where it is not the script's own."""
+        path = frame.f_code.co_filename
+        shown = BOX.code.shown(path)
+        return cls(shown, line, frame.f_code.co_name, path) if shown is not None else None
 
 
 def located(kind: str, place: Place | None, *, note: str = "", made_it: bool = False) -> LossOperation:

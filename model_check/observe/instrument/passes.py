@@ -27,6 +27,7 @@ class Pass:
     place: Place | None
     code: LossCode = NO_CODE
     hit: Hit | None = None
+    ended: bool = False  # its backward has
     left: Sequence[Reading] = ()  # the sizes of early gradients when it was over, as far as they were read
 
     def gradients_are_gone(self) -> bool:

@@ -51,7 +51,9 @@ def run_again(call: Call, *, backward: bool) -> Replay:
     finder = OriginFinder(module, lambda file: BOX.code.shown(file) or file)
     named = [(str(number), tensor) for number, tensor in enumerate(tensors_in(args, kwargs))]
     gradients_finite = None
-    with call.surroundings(), torch.enable_grad(), finder.watching(named):
+    # A script that looks for anomalies itself would have its exception raised here too, before the origin is found.
+    quiet = torch.autograd.set_detect_anomaly(False)
+    with quiet, call.surroundings(), torch.enable_grad(), finder.watching(named):
         result = _call(module, args, kwargs)
         outputs = [tensor for tensor in tensors_in(result) if checkable(tensor)]
         loss = _loss_in(result, outputs)

@@ -37,6 +37,11 @@ class Scaling:
     def skipping(self) -> bool:
         return self._skipped > 0
 
+    @property
+    def in_use(self) -> bool:
+        """Gradients that are not finite are its business: that is how it finds its factor."""
+        return self._scaled is not None
+
     def unscaled(self, root: Any) -> Any:
         loss = self._loss() if self._loss is not None else None
         return loss if loss is not None else root
@@ -46,7 +51,7 @@ class Scaling:
 
     def decides(self, optimizer: Any) -> bool:
         """The scaler judges this step's gradients itself, before or inside the optimizer."""
-        return self._scaled is not None or getattr(optimizer, "found_inf", None) is not None
+        return self.in_use or getattr(optimizer, "found_inf", None) is not None
 
     def step_begins(self) -> None:
         self._stepped = False

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
@@ -153,6 +154,15 @@ class Steps:
         self._tokens.failed()
 
     @_harmless
+    def script_stops(self, frames: Sequence[tuple[FrameType, int]], said: str) -> None:
+        """The script ends itself, at these lines and with these words."""
+        self.guard.script_stops(frames, said, scaled=self._scaling.in_use)
+
+    @_harmless
+    def look_back(self) -> None:
+        self.guard.look_back()
+
+    @_harmless
     def flush(self) -> None:
         """Nothing more will come: what was held back for later is written."""
         self.guard.flush()
@@ -189,9 +199,29 @@ def of_this_thread() -> Steps:
 
 def process_fails() -> None:
     """An exception ends the process, or a thread of it."""
-    here = threading.current_thread()
-    for steps in [steps for steps in _Watching.all if steps.thread is here]:
+    for steps in _of_here():
         steps.failed()
+
+
+def _of_here() -> list[Steps]:
+    here = threading.current_thread()
+    return [steps for steps in _Watching.all if steps.thread is here]
+
+
+def process_stops(frames: Sequence[tuple[FrameType, int]], said: str) -> None:
+    """By an exception that nobody catches, or by a call of exit with a code that is not 0."""
+    for steps in _of_here():
+        steps.script_stops(frames, said)
+
+
+def looks_back() -> bool:
+    """Something is known to be bad in the step that the process ends in, and not yet why."""
+    return any(steps.guard.looks_back for steps in _of_here())
+
+
+def look_back() -> None:
+    for steps in _of_here():
+        steps.look_back()
 
 
 @_harmless

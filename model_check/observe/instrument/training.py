@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from model_check.errors import NumericsError
 from model_check.observe.instrument import memory, now
 from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
@@ -243,7 +244,11 @@ def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]
         return args, {**kwargs, "closure": _checked_after(kwargs["closure"], optimizer, steps)}
     if len(args) > 1 and callable(args[1]):
         return (args[0], _checked_after(args[1], optimizer, steps), *args[2:]), kwargs
-    steps.optimizer_begins(optimizer)
+    try:
+        steps.optimizer_begins(optimizer)
+    except NumericsError as refused:
+        # Without the lines on the way to it: they are ours, and tell the script's author nothing.
+        raise refused.with_traceback(None) from None
     return None
 
 
@@ -257,7 +262,10 @@ def _checked_after(closure: Original, optimizer: Any, steps: Any) -> Original:
     @functools.wraps(closure)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = closure(*args, **kwargs)
-        steps.optimizer_begins(optimizer)
+        try:
+            steps.optimizer_begins(optimizer)
+        except NumericsError as refused:
+            raise refused.with_traceback(None) from None
         return result
 
     return call

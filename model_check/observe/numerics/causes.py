@@ -22,6 +22,7 @@ GROWTH = 100.0
 # Weights of w inputs with deviation s multiply the size of what passes by s * sqrt(w).
 GAIN = 10.0
 EARLY_STEPS = 3
+TOO_FAST = "inferred: the learning rate has made the numbers this large; a wider format only takes them further"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def judge_cause(now: Situation) -> Cause:
     for rule in (_given, _empty_mask, _half_overflow, _bad_sample, _pole, _rate, _initialisation, _growth):
         found = rule(now)
         if found is not None:
-            return Cause(found.code, (*said, *found.evidence))
+            behind = _rate(now) if found.code == "MC403" else None
+            too_fast = (*behind.evidence, TOO_FAST) if behind is not None else ()
+            return Cause(found.code, (*said, *found.evidence, *too_fast))
     backward = origin is not None and origin.direction == "backward"
     return Cause("MC402" if backward else "MC401", said)
 
