@@ -30,6 +30,10 @@ NUMERICS = (
     "dead_layer",
     "rate_too_small",
     "penalty_sign",
+    "clip_raises",
+    "nan_loss_raises",
+    "nan_loss_exits",
+    "loss_too_large",
 )
 
 
