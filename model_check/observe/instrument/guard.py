@@ -157,6 +157,7 @@ class Guard:
         self._inputs = Inputs()
         self._calls_seen = 0
         self._begun: Call | None = None  # a forward that is not yet among the calls of its step
+        self._failed_from = 0  # the graph's first node of the newest forward that raised
         self._learning = False  # a forward is under way whose result may be learnt from
         self._passes: list[_Pass] = []
         self._scaled: _Pass | None = None  # the newest whose loss a GradScaler multiplies
@@ -187,6 +188,7 @@ class Guard:
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """What can wait until its kernels are queued is left to `_catch_up`."""
+        self._stop = None  # somebody has caught it
         if self._settled:
             self._let_go()
         self._begun = call = self._inputs.begins(module, args, kwargs) if self.on else None
@@ -201,6 +203,8 @@ class Guard:
 
     def forward_failed(self) -> None:
         """Nothing comes of it; what it was given may be part of a graph, and is not to be kept alive."""
+        if self._begun is not None:
+            self._failed_from = self._begun.nodes.start
         self._begun = None
         self._learning = False
 
@@ -355,7 +359,7 @@ class Guard:
         if stop is None:
             return
         self._stop = stop
-        if stop.direction == "forward" or stop.own_bad:
+        if stop.direction == "forward" or stop.own_bad or is_alone():
             why = "inferred: the operation is not known: the rank ended before the step could be run once more"
             place = f"{stop.place.file}:{stop.place.line}" if stop.place is not None else None
             known = {"cause": "MC401" if stop.direction == "forward" else "MC402", "evidence": [why], "location": place}
@@ -380,8 +384,9 @@ class Guard:
             look = lambda: bad.hit or Hit.in_forward(loss, calls, None, place)  # noqa: E731
             spoils = not (bad.ended and _gradients_finite(self._trained()))
             return _Stop(step, loss, "forward", place, look, self._norm_so_far(), spoils=spoils)
-        first = self._inputs.calls[0].nodes.start if self._inputs.calls else 0
-        seen = bad_loss(frames, first)
+        # Not one that is older than the newest forward: the script has gone on from that.
+        newest = self._inputs.calls[-1].nodes.start if self._inputs.calls else 0
+        seen = bad_loss(frames, max(newest, self._failed_from))
         if seen is None:
             return None
         root, where = seen
@@ -403,8 +408,6 @@ class Guard:
             in_shards = bool(own.bad) and self._own.sharded(parameters)
             if not self._passes[-1].ended or (not in_shards and _gradients_finite(parameters)):
                 return None
-            if is_alone() and self._own.exchanged and not (own.bad or own.clean):
-                return None  # its process group is gone already: whose they are cannot be told any more
         step = BOX.recorder.steps if BOX.recorder is not None else 0
         norm = self._norm_so_far()
         return _Stop(
