@@ -348,7 +348,7 @@ class Guard:
         What needs no second run is written at once, for a rank may be ended with its peers; `look_back` adds the rest.
         `scaled`: by a GradScaler, whose gradients may be bad in good health.
         """
-        if not self.on or not _devices_answer():
+        if not self.on or not _devices_answer() or not all(this.loss.ready for this in self._passes):
             return
         for optimizer, late in list(self._late.items()):
             if late.ready and self._spoilt_before(optimizer):
