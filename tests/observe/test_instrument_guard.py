@@ -16,7 +16,8 @@ from observed_runs import Runner
 
 from model_check.errors import NumericsError
 from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE
-from model_check.observe.instrument.guard import Guard, _size
+from model_check.observe.instrument.guard import Guard
+from model_check.observe.instrument.probes import size_of
 from model_check.observe.instrument.readings import reading_of
 from model_check.observe.instrument.replicas import _Copies, bit_sum
 from model_check.rundir import RunDir, read_jsonl
@@ -556,7 +557,7 @@ def test_every_parameter_has_its_turn() -> None:
 def test_gradients_of_every_kind_are_looked_at_or_left_alone(gradient: torch.Tensor) -> None:
     parameter = torch.nn.Parameter(torch.zeros_like(gradient.to_dense()))
     parameter.grad = gradient
-    size = _size(parameter)
+    size = size_of(parameter)
     looked_at = gradient.numel() > 0
     assert (size is not None) == looked_at
     assert size is None or size.value() == pytest.approx(math.sqrt(3), rel=1e-2)

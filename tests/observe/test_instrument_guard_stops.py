@@ -94,6 +94,30 @@ def spread(model):
     return fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
 """
 
+# It leaves bad batches out by itself, and then something else goes wrong.
+GOES_ON = """
+class Batches(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+    def __getitem__(self, number):
+        return {"good": torch.randn(6, 4)}["bad" if (WHERE, number) == ("data", 3) else "good"], number
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+    def forward(self, x, number):
+        return self.inner({"good": x}["bad" if (WHERE, number) == ("forward", 3) else "good"])
+model = Net()
+opt = torch.optim.SGD(model.parameters(), lr=0.01)
+for x, number in torch.utils.data.DataLoader(Batches(), batch_size=None):
+    weights = torch.full((6,), float(number != 2))
+    loss = (model(x, number).squeeze(1).square() * weights).sum() / weights.sum()
+    if not math.isfinite(loss.item()):
+        continue
+    loss.backward()
+    opt.step()
+"""
+
 RAISE = 'if not math.isfinite(loss.item()): raise ValueError("loss is nan")'
 EXIT = 'if not math.isfinite(loss.item()): print("Loss is nan, stopping training"); sys.exit(3)'
 ASSERT = "assert torch.isfinite(loss)"
@@ -226,6 +250,51 @@ def test_a_step_whose_numbers_are_finite_is_not_to_blame(run: Runner, when: str,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["data", "forward"])
+def test_a_loss_that_the_script_went_on_from_is_not_to_blame(run: Runner, where: str) -> None:
+    outcome = run(HEAD + GOES_ON.replace("WHERE", f'"{where}"'), env=OBSERVED)
+    assert outcome.codes == [1] and "KeyError: 'bad'" in outcome.errors[0]
+    assert outcome.events("guard_failed") == [] and outcome.events("nonfinite") == []
+    assert [found.code for found in verdict(outcome)] == ["MC301"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_told_to_end_meanwhile_ends_with_its_own_code(run: Runner) -> None:
+    """Its forward takes a minute when it is run once more; what is known without it has been written."""
+    late = """before = Net.forward
+def late(self, x):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+for step"""
+    text = "import signal, time" + backward(f"Net.forward = late if step == 3 else before; {CLIP}")
+    text = text.replace("for step", late, 1)
+    outcome = run(text, env=OBSERVED, timeout=50)
+    assert outcome.codes == [1] and "RuntimeError: The total norm" in outcome.errors[0]
+    (event,) = outcome.events("nonfinite")
+    assert (event["cause"], event["step"], event["preliminary"]) == ("MC402", 3, True)
+    (found,) = verdict(outcome)
+    assert (found.code, found.ranks, found.severity, found.certainty) == ("MC402", [0], "error", "observed")
+
+
+@pytest.mark.slow
+def test_a_group_that_is_destroyed_on_the_way_out_was_one(run: Runner) -> None:
+    """Nothing of rank 0 was looked at in the step: what it holds may be a peer's, although it is alone by now."""
+    unseen = (
+        "from model_check.observe.instrument.steps import of_this_thread; of_this_thread().guard._own._looked = None"
+    )
+    tidy = f"""try:
+        if rank == 0: {unseen}
+        {CLIP}
+    except RuntimeError:
+        dist.destroy_process_group()
+        raise"""
+    outcome = run(backward(tidy), env=OBSERVED, world=2)
+    assert outcome.codes[1] == 1 and told(outcome, 0) == []
+    (found,) = verdict(outcome)
+    assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [1], [0], 3)
+
+
+@pytest.mark.slow
 def test_an_exit_that_somebody_catches_was_none(run: Runner) -> None:
     caught = f"""try:
         {EXIT}
@@ -233,4 +302,7 @@ def test_an_exit_that_somebody_catches_was_none(run: Runner) -> None:
         return"""
     outcome = run(forward(before=caught), env=OBSERVED)
     assert outcome.codes == [0]
-    assert [event["action"] for event in told(outcome, 0)] == ["stopped"], "its rank ended with 0: nobody stopped"
+    assert told(outcome, 0) == [], "it is not looked into"
+    assert [event["action"] for event in outcome.events("nonfinite")] == ["stopped"], (
+        "dropped where the rank ends with 0"
+    )

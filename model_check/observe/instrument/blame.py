@@ -204,8 +204,20 @@ def _bad_once_more(hit: Hit) -> bool:
     return hit.replay is not None and hit.replay.gradients_finite is False
 
 
+class _Peers:
+    met = False
+
+
+def peers_met() -> None:
+    """This rank exchanges something; where it has a process group to itself, with nobody."""
+    _Peers.met = _Peers.met or not is_alone()
+
+
 def is_alone() -> bool:
-    return not torch.distributed.is_available() or not torch.distributed.is_initialized() or _world() == 1
+    """A group that the script has destroyed, on its way out perhaps, has left its marks: it is remembered."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return _world() == 1
+    return not _Peers.met
 
 
 def _world() -> int:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from model_check.observe.instrument.parting import let_backends_finish
 from model_check.observe.instrument.retold import words
 from model_check.observe.instrument.spans import is_wrapped
 
+_LEFT_S = 0.4
 _STEPS = "model_check.observe.instrument.steps"  # looked up, not imported: it needs torch
 
 
@@ -52,22 +53,12 @@ class _Ending:
             memory.mark("memory error")
         BOX.event("exception", handled=False, **summarize(error))
 
-    def look_back(self) -> None:
-        """What the numbers of the last step have to say may take a second run of it: the script's words come first.
-
-        Whoever ends all ranks because one has failed sends SIGTERM. This one is about to end with a code of its own.
-        """
-        if BOX.recorder is not None and (steps := sys.modules.get(_STEPS)) is not None and steps.looks_back():
-            with _unhurried():
-                steps.look_back()
-
     def asked(self, code: int, via: str, frame: FrameType | None, message: str = "") -> None:
         """sys.exit, exit or os._exit was called, here; sys.exit may have been given words instead of a code."""
         if code and (steps := sys.modules.get(_STEPS)) is not None:
             handled = sys.exc_info()[1]
             trace = _traceback(handled.__traceback__) if handled is not None else ()
             steps.process_stops([*_stack(frame), *trace], words(handled) if handled is not None else "")
-            self.look_back()
         frames = BOX.code.describe_stack(frame)
         self.exit_call = {"code": code, "via": via, "user_frame": BOX.code.user_frame(frames)}
         if message:
@@ -90,12 +81,14 @@ class _Ending:
         if isinstance(last, BaseException):
             # A hook of the script's own took our place.
             self.fail(last)
-            self.look_back()
         if (steps := sys.modules.get(_STEPS)) is not None:
             if self.exception is None and (self.exit_call is None or self.exit_call["via"] == "SystemExit"):
                 # A bare `raise SystemExit` looks like an end of the script; by its code it is told which it was.
                 steps.process_stops((), "")
-                self.look_back()
+            if steps.looks_back():
+                # Only now: it may take a second run of the step, and what the script has to say is said.
+                with _ending_in_time():
+                    steps.look_back()
             steps.process_ends()
         memory.mark("exit")
         if self.exception is not None:
@@ -134,7 +127,6 @@ def _chain_excepthook(previous: Callable[..., Any]) -> Callable[..., Any]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ENDING.fail(error)
         previous(kind, error, trace)
-        ENDING.look_back()
 
     return hook
 
@@ -155,18 +147,31 @@ def _stack(frame: FrameType | None) -> list[tuple[FrameType, int]]:
     return found[::-1]
 
 
+class _Hurried(BaseException):
+    """There is no more time."""
+
+
+def _hurry(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Hurried
+
+
 @contextmanager
-def _unhurried() -> Iterator[None]:
-    """Without being ended by SIGTERM, unless the script has plans for it."""
+def _ending_in_time() -> Iterator[None]:
+    """Whoever ends all ranks because one has failed sends SIGTERM, and SIGKILL a second later. This one is about to end
+    with a code of its own: what it does here is given up in time for that."""
     on_main = threading.current_thread() is threading.main_thread()
-    if not on_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
+    if not on_main or any(signal.getsignal(n) is not signal.SIG_DFL for n in (signal.SIGTERM, signal.SIGALRM)):
+        yield  # the script has plans of its own
         return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, _hurry)
+    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, _LEFT_S))
+    with suppress(_Hurried):
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _chain_thread_hook(previous: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,7 +236,6 @@ def recording_failures(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except Exception as error:
             ENDING.fail(error)
-            ENDING.look_back()
             raise
 
     return call

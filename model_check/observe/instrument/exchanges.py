@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from model_check.observe.instrument.blame import Brought
+from model_check.observe.instrument.blame import Brought, peers_met
 from model_check.observe.instrument.budget import ALL, Account, Amount, Part
 from model_check.observe.instrument.comm_hooks import bucket_of_hook
 from model_check.observe.instrument.native import Exchange
@@ -130,6 +130,7 @@ class OwnGradients:
         self._in_shards: set[int] = set()  # parameters that show only this rank's part of them
         self._decided: Part | None = None
         self._pieces = _Pieces()
+        self._has_peers = False
         self.forget()
 
     def forget(self) -> None:
@@ -169,11 +170,6 @@ class OwnGradients:
         return any(map(self._is_shard, parameters))
 
     @property
-    def exchanged(self) -> bool:
-        """Gradients of this step, or what they are made of, have met those of peers."""
-        return self._exchanged
-
-    @property
     def so_far(self) -> Looked | None:
         """What was seen of this step, as far as the device has answered."""
         return self._looked if self._looked is not None and self._looked.ready else None
@@ -209,6 +205,7 @@ class OwnGradients:
             # A communication hook that gathers, or sends: its bucket is added up by nobody, and still this rank's own.
             unit, gradients = self._several(bucket.parameters()), [bucket.buffer()]
         self._exchanged = self._exchanged or bool(gradients) or not given
+        self._meets_peers()
         for tensor in self._readable(gradients):
             pieces.amount.add(tensor)
             number = pieces.amount.buckets
@@ -330,6 +327,12 @@ class OwnGradients:
             self._sought = True  # before its first call only, also where there was nothing to be seen
             self._looked = self._look_at(parameters(), before_exchange=not self._exchanged)
         self._exchanged = self._exchanged or self._computed
+        self._meets_peers()
+
+    def _meets_peers(self) -> None:
+        if not self._has_peers:
+            self._has_peers = True
+            peers_met()
 
     def brought(self, looked: Looked | None) -> Brought | None:
         """Where the bad number of this step first left this rank, as far as that is known."""

@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from model_check.errors import NumericsError
 from model_check.observe.instrument.blame import Hit, OwnShare, is_alone, report_of
@@ -40,41 +37,25 @@ from model_check.observe.instrument.losscode import NO_CODE, LossCode, bad_loss
 from model_check.observe.instrument.lossline import Place
 from model_check.observe.instrument.native import Exchange
 from model_check.observe.instrument.passes import Pass, gradient_hit
-from model_check.observe.instrument.readings import Reading, capturing, gradient_of, local, norms_of, reading_of
-from model_check.observe.numerics.ranges import checkable, is_finite
+from model_check.observe.instrument.probes import (
+    Probed,
+    all_sizes,
+    given_to,
+    gradients_finite,
+    learning_rate,
+    size_of,
+    weights_finite,
+)
+from model_check.observe.instrument.readings import Reading, local
+from model_check.observe.instrument.stopping import Stop, anomaly_in, devices_answer
+from model_check.observe.instrument.taken_norms import TakenNorms
 
 Mode = Literal["observe", "halt", "off"]
 _MOST_REPORTS = 1  # once weights are not finite, every later step says the same
-_SMALL = 1 << 14
 _TURN_EVERY = 4
 _ENOUGH_LOOKS = 16
-_FIRST_FEW = 4  # parameters
-_FEW = 512  # numbers
 _MOST_PASSES = 1024  # a script that updates its weights by itself never ends a step
 _PASSES_WITH_CODE = 64  # the newest: it keeps numbers alive
-_MOST_NORMS = 4  # of those that a script takes in a step: further ones are added up
-_ANOMALY = re.compile(r"Function '(\w+)' returned nan values in its \d+th output")
-_A_MOMENT_S = 2.0
-_PAUSE_S = 0.001
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-
-
-@dataclass(frozen=True)
-class _Probed:
-    """The parameters of an optimizer whose gradients are looked at: one of the first in every step, all in turn."""
-
-    early: tuple[Any, ...]
-    all: list[Any]
-
-    @classmethod
-    def of(cls, optimizer: Any) -> _Probed:
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not is_lazy(p)]
-        few = trained[:_FIRST_FEW]
-        # The very first lies before every pole. Where it is too large to be read whole (an embedding, of which a batch
-        # uses some rows), the smallest of the next (a bias, a norm) sums over every sample, at the smallest price.
-        if few and few[0].numel() > _SMALL:
-            few.sort(key=lambda p: int(p.numel()))
-        return cls(tuple(few), trained)
 
 
 @dataclass(frozen=True)
@@ -98,42 +79,6 @@ class _Late:
 _NOTHING_LATE = _Late()
 
 
-@dataclass(frozen=True)
-class _Stop:
-    """What is bad in the step in which the script ends itself."""
-
-    step: int
-    loss: float
-    direction: Literal["forward", "backward"]
-    place: Place | None
-    hit: Callable[[], Hit]  # looks into it: may run the step once more
-    grad_norm: float | None  # None: there is none
-    own_bad: str = ""  # which gradient was, before any exchange
-    spoils: bool = True  # its gradients are bad, or not known
-
-
-def _size(parameter: Any) -> Reading | None:
-    """The norm of a gradient, or of the head of a large one."""
-    gradient = gradient_of(parameter)
-    if gradient is None or not (numbers := gradient.numel()):
-        return None
-    if gradient.is_cpu and gradient.dim() == 1 and numbers <= _FEW and gradient.is_floating_point():
-        return Reading(math.hypot(*gradient.tolist()))  # operations of torch's cost more than so few numbers
-    part = gradient.detach() if numbers <= _SMALL else gradient.detach().reshape(-1)[:_SMALL]
-    return reading_of(torch.linalg.vector_norm(part, dtype=_WIDE.get(part.dtype)))
-
-
-def _all_sizes(parameters: list[Any]) -> list[Reading]:
-    """The norms of all gradients, waited for."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        gradient = gradient_of(parameter)
-        if gradient is not None and gradient.numel():
-            by_device.setdefault(gradient.device, []).append(gradient.detach())
-    norms = [found for gradients in by_device.values() if (found := norms_of(gradients)) is not None]
-    return [Reading(norm) for found in norms for norm in found.value()]
-
-
 def _mode() -> Mode:
     said = os.environ.get(GUARD_VARIABLE, "off")
     return "halt" if said == "halt" else "observe" if said == "observe" else "off"
@@ -148,16 +93,16 @@ class Guard:
         self._inputs = Inputs()
         self._calls_seen = 0
         self._begun: Call | None = None  # a forward that is not yet among the calls of its step
+        self._failed_from = 0  # the graph's first node of the newest forward that raised
         self._learning = False  # a forward is under way whose result may be learnt from
         self._passes: deque[Pass] = deque(maxlen=_MOST_PASSES)
         self._scaled: Pass | None = None  # the newest whose loss a GradScaler multiplies
-        self._norms: list[Reading] = []  # that the script itself took of the gradients there are
-        self._further_norms: dict[torch.device, torch.Tensor] = {}  # the sums of those that came after the first few
+        self._norms = TakenNorms()  # by the script itself, of the gradients there are
         self._reports = 0
         self._late: weakref.WeakKeyDictionary[Any, _Late] = weakref.WeakKeyDictionary()
         self._own = OwnGradients(every_step=self.mode == "halt")
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._probed: weakref.WeakKeyDictionary[Any, _Probed] = weakref.WeakKeyDictionary()
+        self._probed: weakref.WeakKeyDictionary[Any, Probed] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
         self._places: deque[Place] = deque(maxlen=_MOST_PASSES)  # of all backwards that this step's gradients come from
         self._pass_before: Pass | None = None  # the last backward, where that is one of the passes
@@ -170,7 +115,7 @@ class Guard:
         self._settled = False
         self._told_harmless = False
         self._untold: dict[str, Any] | None = None
-        self._stop: _Stop | None = None
+        self._stop: Stop | None = None
 
     @property
     def on(self) -> bool:
@@ -180,6 +125,7 @@ class Guard:
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """What can wait until its kernels are queued is left to `_catch_up`."""
+        self._stop = None  # somebody has caught it
         if self._settled:
             self._let_go()
         self._begun = call = self._inputs.begins(module, args, kwargs) if self.on else None
@@ -194,6 +140,8 @@ class Guard:
 
     def forward_failed(self) -> None:
         """Nothing comes of it; what it was given may be part of a graph, and is not to be kept alive."""
+        if self._begun is not None:
+            self._failed_from = self._begun.nodes.start
         self._begun = None
         self._learning = False
 
@@ -213,7 +161,7 @@ class Guard:
         if self._passes and self._passes[-1].gradients_are_gone():
             self._passes.clear()  # the script threw their gradients away
             self._places.clear()
-            self._forget_norms()
+            self._norms.forget()
         if self._last_place is not None:
             self._places.append(self._last_place)
         if scaled:
@@ -253,21 +201,8 @@ class Guard:
 
     def norm_taken(self, norm: Any) -> None:
         """Kept until the step is over: a script may compute another loss before it applies what it has clipped."""
-        plain = local(norm)
-        if not self.on or plain is None or capturing(plain):
-            return
-        if len(self._norms) < _MOST_NORMS:
-            if (taken := reading_of(plain)) is not None:
-                self._norms.append(taken)
-            return
-        # It clips layer by layer. A copy for each would be too dear; a sum is finite only if all that is in it is.
-        with torch.no_grad():
-            before = self._further_norms.get(plain.device)
-            self._further_norms[plain.device] = plain.to(torch.float32, copy=True) if before is None else before + plain
-
-    def _forget_norms(self) -> None:
-        self._norms.clear()
-        self._further_norms.clear()
+        if self.on:
+            self._norms.take(norm)
 
     def refuse_if_halted(self) -> None:
         """Once a step has been refused, so is every later one: the run is over."""
@@ -280,22 +215,22 @@ class Guard:
         if not self.on:
             return
         step = BOX.recorder.steps if BOX.recorder is not None else 0
-        self._rate = _learning_rate(optimizer)
+        self._rate = learning_rate(optimizer)
         self._eps = optimizer.param_groups[0].get("eps")
         if self._spoilt_before(optimizer):
             return
         sizes = self._sizes(optimizer)
-        parameters = _given_to(optimizer)
+        parameters = given_to(optimizer)
         looked = self._own.at_the_optimizer(parameters)
         in_time = looked if looked is not None and (looked.ready or self.mode == "halt") else None
         ready = [size for size in sizes if size.ready or self.mode == "halt"]
         known = [size.value() for size in ready]
-        asked = [*self._norms, *(Reading.of(total) for total in self._further_norms.values())]
+        asked = self._norms.all()
         taken = [norm for norm in asked if norm.ready or self.mode == "halt"]
         norms = [norm.value() for norm in taken]
         bad = self._bad_pass()
         grad_norm = math.hypot(*known) if known else math.nan
-        if bad is not None and _gradients_finite(parameters):
+        if bad is not None and gradients_finite(parameters):
             # They do not depend on what is bad in it: of a batch without a single label the loss is 0/0, the slope 0.
             self._harmless(step, bad, optimizer)
             bad = None
@@ -306,7 +241,7 @@ class Guard:
             own = _own_share(in_time, parameters)
             # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
-            if (own.bad and self._own.sharded(parameters)) or not _gradients_finite(parameters):
+            if (own.bad and self._own.sharded(parameters)) or not gradients_finite(parameters):
                 hit = self._among_peers(self._gradient_hit(own), in_time)
                 # What was probed, and what the script took the norm of, may be others than the bad ones.
                 sizes_seen = (math.hypot(*norms), grad_norm)
@@ -344,7 +279,7 @@ class Guard:
         What needs no second run is written at once, for a rank may be ended with its peers; `look_back` adds the rest.
         `scaled`: by a GradScaler, whose gradients may be bad in good health.
         """
-        if not self.on or not _devices_answer():
+        if not self.on or not devices_answer() or not all(this.loss.ready for this in self._passes):
             return
         for optimizer, late in list(self._late.items()):
             if late.ready and self._spoilt_before(optimizer):
@@ -355,12 +290,8 @@ class Guard:
         if stop is None:
             return
         self._stop = stop
-        if stop.direction == "forward" or stop.own_bad:
-            why = "inferred: the operation is not known: the rank ended before the step could be run once more"
-            place = f"{stop.place.file}:{stop.place.line}" if stop.place is not None else None
-            known = {"cause": "MC401" if stop.direction == "forward" else "MC402", "evidence": [why], "location": place}
-            told = {"step": stop.step, "loss": stop.loss, "grad_norm": stop.grad_norm, "action": "stopped"}
-            BOX.event("nonfinite", **told, direction=stop.direction, **known, spoils=stop.spoils, preliminary=True)
+        if stop.known_at_once:
+            BOX.event("nonfinite", **stop.preliminary())
 
     @property
     def looks_back(self) -> bool:
@@ -372,48 +303,46 @@ class Guard:
             hit = self._among_peers(stop.hit(), self._own.so_far)
             self._tell(stop.step, hit, stop.grad_norm, "stopped", **({} if stop.spoils else {"spoils": False}))
 
-    def _bad_loss_at_the_end(self, frames: Sequence[tuple[FrameType, int]]) -> _Stop | None:
+    def _bad_loss_at_the_end(self, frames: Sequence[tuple[FrameType, int]]) -> Stop | None:
         step = BOX.recorder.steps if BOX.recorder is not None else 0
         bad = self._bad_pass()
         if bad is not None:
             loss, calls, place = float(bad.loss.value()), bad.calls, bad.place
             look = lambda: bad.hit or Hit.in_forward(loss, calls, bad.code, place)  # noqa: E731
-            spoils = not (bad.ended and _gradients_finite(self._trained()))
-            return _Stop(step, loss, "forward", place, look, self._norm_so_far(), spoils=spoils)
-        first = self._inputs.calls[0].nodes.start if self._inputs.calls else 0
-        seen = bad_loss(frames, first)
+            spoils = not (bad.ended and gradients_finite(self._trained()))
+            return Stop(step, loss, "forward", place, look, self._norm_so_far(), spoils=spoils)
+        # Not one that is older than the newest forward: the script has gone on from that.
+        newest = self._inputs.calls[-1].nodes.start if self._inputs.calls else 0
+        seen = bad_loss(frames, max(newest, self._failed_from))
         if seen is None:
             return None
         root, where = seen
         since = self._inputs.calls[self._calls_seen :] or list(self._inputs.calls)
         number = float(root.detach())
         look = lambda: _bad_loss(root, number, since, where)  # noqa: E731
-        return _Stop(step, number, "forward", where, look, self._norm_so_far())
+        return Stop(step, number, "forward", where, look, self._norm_so_far())
 
-    def _bad_gradients_at_the_end(self, said: str) -> _Stop | None:
+    def _bad_gradients_at_the_end(self, said: str) -> Stop | None:
         """Of a pass that is over: in its middle some gradients are this rank's, others their peers' too."""
         if not self._passes:
             return None
-        anomaly = _ANOMALY.search(said)
-        if anomaly is not None:
-            own = OwnShare(f"the result of {anomaly[1]}")
+        if operation := anomaly_in(said):
+            own = OwnShare(f"the result of {operation}")
         else:
             parameters = self._trained()
             own = _own_share(self._own.so_far, parameters)
             in_shards = bool(own.bad) and self._own.sharded(parameters)
-            if not self._passes[-1].ended or (not in_shards and _gradients_finite(parameters)):
+            if not self._passes[-1].ended or (not in_shards and gradients_finite(parameters)):
                 return None
-            if is_alone() and self._own.exchanged and not (own.bad or own.clean):
-                return None  # its process group is gone already: whose they are cannot be told any more
         step = BOX.recorder.steps if BOX.recorder is not None else 0
         norm = self._norm_so_far()
-        return _Stop(
+        return Stop(
             step, self._loss(), "backward", self._last_place, lambda: self._gradient_hit(own), norm, own_bad=own.bad
         )
 
     def _norm_so_far(self) -> float | None:
         """That the script itself has taken of this step's gradients."""
-        taken = [norm.value() for norm in self._norms if norm.ready]
+        taken = self._norms.here()
         return math.hypot(*taken) if taken else None
 
     def forget(self) -> None:
@@ -428,7 +357,7 @@ class Guard:
         self._places.clear()
         self._pass_before = None
         self._scaled = None
-        self._forget_norms()
+        self._norms.forget()
         self._calls_seen = 0
 
     def forget_whose(self) -> None:
@@ -457,11 +386,11 @@ class Guard:
         if late.sizes and not probed_bad:
             self.history.learn(late.number, size)
         norm_bad = not all(math.isfinite(norm.value()) for norm in late.norms)
-        parameters = _given_to(optimizer)
+        parameters = given_to(optimizer)
         own = _own_share(late.looked, parameters)
         # A script may mend what it was given, and a norm overflows first; whatever was applied, the weights show.
         spoilt = probed_bad or (bool(own.bad) and self._own.sharded(parameters))
-        if not spoilt and (not (own.bad or norm_bad) or _weights_finite(parameters)):
+        if not spoilt and (not (own.bad or norm_bad) or weights_finite(parameters)):
             return False
         place = late.places[-1] if late.places else self._last_place
         hit = Hit.too_late(self.history.before[-1].loss, late.codes, place, own)
@@ -531,17 +460,17 @@ class Guard:
         """The size of an early gradient, and in every fourth step of the one whose turn it is; to halt, of all."""
         probed = self._probed.get(optimizer)
         if probed is None:
-            probed = self._probed[optimizer] = _Probed.of(optimizer)
+            probed = self._probed[optimizer] = Probed.of(optimizer)
             # Once more, now that the passes are over: FSDP shows other parameters while a module computes.
             self._named.clear()
             self._modules()
         if self.mode == "halt":
-            return _all_sizes(_given_to(optimizer))
+            return all_sizes(given_to(optimizer))
         self._turn += 1
         looked_at = tuple(parameter for parameter in probed.early if parameter.grad is not None)[:1]
         if self._turn % _TURN_EVERY == 0 and probed.all:
             looked_at = (*looked_at, probed.all[self._turn // _TURN_EVERY % len(probed.all)])
-        return [size for parameter in looked_at if (size := _size(parameter)) is not None]
+        return [size for parameter in looked_at if (size := size_of(parameter)) is not None]
 
     def _look_behind_the_last_pass(self) -> None:
         """At an early gradient of each optimizer, so that a step of several passes can tell which one spoilt it.
@@ -554,7 +483,7 @@ class Guard:
             return
         early = [next((p for p in probed.early if p.grad is not None), None) for probed in self._probed.values()]
         read = [p for p in early if p is not None and (p.grad.is_cpu or self.mode == "halt")]
-        this.left = [size for parameter in read if (size := _size(parameter)) is not None]
+        this.left = [size for parameter in read if (size := size_of(parameter)) is not None]
 
     def _harmless(self, step: int, bad: Pass, optimizer: Any) -> None:
         """A loss that is not finite although its gradients are: told once, for the script's own log shows it.
@@ -569,7 +498,7 @@ class Guard:
         if report is not None:
             unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"
             report = {**report, "evidence": [*report["evidence"], unspoilt]}
-            grad_norm = math.hypot(*(size.value() for size in _all_sizes(_Probed.of(optimizer).all)))
+            grad_norm = math.hypot(*(size.value() for size in all_sizes(Probed.of(optimizer).all)))
             told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe", "spoils": False}
             self._untold = {**told, **report}
 
@@ -617,37 +546,6 @@ def _in_words(report: Mapping[str, Any]) -> str:
     return (f"{op} at " if op else "look at ") + str(report["location"]) + (f" in {function}" if function else "")
 
 
-def _given_to(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _gradients_finite(parameters: Iterable[Any]) -> bool:
-    """Looks at all of them: asked only where something is known to be wrong."""
-    gradients = map(gradient_of, parameters)
-    return all(is_finite(gradient) for gradient in gradients if gradient is not None and checkable(gradient))
-
-
-def _weights_finite(parameters: Iterable[Any]) -> bool:
-    weights = map(local, parameters)
-    return all(is_finite(weight) for weight in weights if weight is not None and checkable(weight))
-
-
-def _devices_answer() -> bool:
-    """Within a moment. One that has failed, or waits for a peer that is gone, is asked nothing more."""
-    if not torch.cuda.is_initialized():
-        return True
-    until = time.monotonic() + _A_MOMENT_S
-    try:
-        stream = torch.cuda.current_stream()
-        while not stream.query():
-            if time.monotonic() > until:
-                return False
-            time.sleep(_PAUSE_S)
-    except RuntimeError:  # what a kernel has done wrong shows in every later call
-        return False
-    return True
-
-
 def _own_share(looked: Looked | None, parameters: Iterable[Any]) -> OwnShare:
     """What a look before the exchange proves. A look after it, or at some of the gradients, leaves a question."""
     if looked is None or not (looked.before_exchange or is_alone()):
@@ -658,11 +556,6 @@ def _own_share(looked: Looked | None, parameters: Iterable[Any]) -> OwnShare:
     # Numbers alone do not tell: several passes add up, and a shard is less than the unit that was looked at.
     all_read = looked.in_full and looked.numbers >= held
     return OwnShare(bad, clean=not bad and looked.before_exchange and all_read)
-
-
-def _learning_rate(optimizer: Any) -> float:
-    rate = optimizer.param_groups[0].get("lr", math.nan)
-    return float(rate) if isinstance(rate, (int, float)) else math.nan
 
 
 __all__ = ["Guard", "Mode"]

@@ -199,8 +199,11 @@ NO_CODE = LossCode()
 def bad_loss(frames: Sequence[tuple[FrameType, int]], since: int) -> tuple[torch.Tensor, Place | None] | None:
     """Of a script that ends before it calls `backward`: a loss that is not finite, among what its functions hold.
 
-    The newest of several is the one that the others were added up to. `since`: the graph's first node of this step.
+    The newest of several is the one that the others were added up to. `since`: the graph's first node that counts. Of a
+    script that fails to get its next batch it is the loss of the last one, from which it has gone on.
     """
+    if any("torch/utils/data/" in frame.f_code.co_filename for frame, _ in frames):
+        return None
     found: list[tuple[int, torch.Tensor, Place | None]] = []
     place: Place | None = None
     for frame, line in frames:  # the outermost first: of a function that is handed the loss, its caller has made it
