@@ -61,6 +61,8 @@ def test_the_fault_is_named_on_a_gpu(name: str, tmp_path: Path) -> None:
     if reason := why_not_here("gpu"):
         pytest.skip(reason)
     (fault,) = [fault for fault in FAULTS if fault.name == name]
-    on_gpu = OnGpu(**vars(fault), folder=tmp_path / "script").written()
+    # Whose numbers overflow first is decided by the random numbers, and those of a GPU are others.
+    as_it_happens = {"ranks": None} if name == "exploding" else {}
+    on_gpu = OnGpu(**{**vars(fault), **as_it_happens}, folder=tmp_path / "script").written()
     seen = observe_fault(on_gpu, empty_folder(tmp_path / "run"))
     assert seen.problems == [], f"{seen.problems}\n{seen.output[-4000:]}"
