@@ -22,7 +22,7 @@ if [ $# -gt 0 ]; then
   exit "$status"
 fi
 # What is promised in seconds is tested alone, one test after the other; all the rest two at a time.
-timed=(tests/faults tests/launch tests/observe)
+timed=(tests/faults tests/launch tests/observe/test_comms.py)
 status=0
 $bin/python -m pytest -m "$select" -n 2 --dist loadfile "${timed[@]/#/--ignore=}" || status=$?
 $bin/python -m pytest -m "$select" "${timed[@]}" || status=$?

@@ -6,15 +6,12 @@ Nobody waits for the device in these scripts; what the guard holds on to of the 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import Shell
+from tests.gpu.watched_script import run_watched
 from tests.marked_lines import line_of
 
 pytestmark = [
@@ -50,35 +47,19 @@ for step in range(8):
 """
 
 
-def verdict(folder: Path, fault: str) -> dict[str, Any]:
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    run_dir = folder / "run"
-    ended = subprocess.run(
-        [sys.executable, "-m", "model_check", "run", "--nproc", "1", "--run-dir", str(run_dir), str(script)],
-        env={**os.environ, "FAULT": fault},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return json.loads((run_dir / "verdict.json").read_text())  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(("fault", "code"), [("mask", "MC408"), ("ignored", "MC408"), ("pole", "MC402")])
-def test_the_line_that_failed(tmp_path: Path, fault: str, code: str) -> None:
-    primary = verdict(tmp_path, fault)["findings"][0]
+def test_the_line_that_failed(shell: Shell, fault: str, code: str) -> None:
+    primary = run_watched(shell, SCRIPT, FAULT=fault).verdict()["findings"][0]
     assert (primary["code"], primary["step"]) == (code, 4), primary
-    assert line_of(str(tmp_path / "train.py"), fault) in json.dumps(primary), primary
+    assert line_of(str(shell.folder / "train.py"), fault) in json.dumps(primary), primary
 
 
-def test_the_sample_whose_target_is_not_finite(tmp_path: Path) -> None:
-    primary = verdict(tmp_path, "target")["findings"][0]
+def test_the_sample_whose_target_is_not_finite(shell: Shell) -> None:
+    primary = run_watched(shell, SCRIPT, FAULT="target").verdict()["findings"][0]
     assert (primary["code"], primary["step"]) == ("MC404", 4), primary
     assert "of sample 5" in json.dumps(primary)
 
 
-def test_healthy_loss_code_is_left_alone(tmp_path: Path) -> None:
-    told = verdict(tmp_path, "none")
+def test_healthy_loss_code_is_left_alone(shell: Shell) -> None:
+    told = run_watched(shell, SCRIPT, FAULT="none").verdict()
     assert (told["outcome"], told["findings"]) == ("completed", [])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import Shell
+from tests.gpu.watched_script import run_watched
 from tests.marked_lines import line_of
 
 pytestmark = [
@@ -46,29 +43,13 @@ dist.destroy_process_group()
 """
 
 
-def verdict(folder: Path, *, waits: bool, bad_step: int) -> dict[str, Any]:
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    run_dir = folder / "run"
-    ended = subprocess.run(
-        [sys.executable, "-m", "model_check", "run", "--nproc", "2", "--run-dir", str(run_dir), str(script)],
-        env={**os.environ, "WAITS": str(int(waits)), "BAD_STEP": str(bad_step)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return json.loads((run_dir / "verdict.json").read_text())  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_rank_the_step_and_the_line_of_a_pole(tmp_path: Path, waits: bool) -> None:
-    primary = verdict(tmp_path, waits=waits, bad_step=4)["findings"][0]
+@pytest.mark.parametrize("waits", ["1", "0"])
+def test_the_rank_the_step_and_the_line_of_a_pole(shell: Shell, waits: str) -> None:
+    primary = run_watched(shell, SCRIPT, nproc=2, WAITS=waits, BAD_STEP="4").verdict()["findings"][0]
     assert (primary["code"], primary["ranks"], primary["victims"], primary["step"]) == ("MC402", [1], [0], 4), primary
-    assert line_of(str(tmp_path / "train.py"), "POLE") in json.dumps(primary), primary
+    assert line_of(str(shell.folder / "train.py"), "POLE") in json.dumps(primary), primary
 
 
-def test_healthy_ranks_are_left_alone(tmp_path: Path) -> None:
-    told = verdict(tmp_path, waits=False, bad_step=99)
+def test_healthy_ranks_are_left_alone(shell: Shell) -> None:
+    told = run_watched(shell, SCRIPT, nproc=2, WAITS="0", BAD_STEP="99").verdict()
     assert (told["outcome"], told["findings"]) == ("completed", [])

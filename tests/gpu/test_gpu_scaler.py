@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import Shell
+from tests.gpu.watched_script import run_watched
 from tests.marked_lines import line_of
 
 pytestmark = [
@@ -44,31 +41,16 @@ print("scale", scaler.get_scale())
 """
 
 
-def verdict(folder: Path, fault: str) -> tuple[dict[str, Any], str]:
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    run_dir = folder / "run"
-    ended = subprocess.run(
-        [sys.executable, "-m", "model_check", "run", "--nproc", "1", "--run-dir", str(run_dir), str(script)],
-        env={**os.environ, "FAULT": fault},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return json.loads((run_dir / "verdict.json").read_text()), ended.stdout
-
-
 @pytest.mark.parametrize(("fault", "code"), [("overflow", "MC403"), ("mask", "MC408")])
-def test_steps_that_are_left_out_in_a_row_have_a_cause_and_a_line(tmp_path: Path, fault: str, code: str) -> None:
-    primary = verdict(tmp_path, fault)[0]["findings"][0]
+def test_steps_that_are_left_out_in_a_row_have_a_cause_and_a_line(shell: Shell, fault: str, code: str) -> None:
+    primary = run_watched(shell, SCRIPT, FAULT=fault).verdict()["findings"][0]
     assert primary["code"] == code, primary
-    assert line_of(str(tmp_path / "train.py"), fault) in json.dumps(primary), primary
+    assert line_of(str(shell.folder / "train.py"), fault) in json.dumps(primary), primary
     assert "steps in a row were left out" in json.dumps(primary)
 
 
-def test_a_scaler_that_finds_its_scale_is_healthy(tmp_path: Path) -> None:
-    told, said = verdict(tmp_path, "none")
+def test_a_scaler_that_finds_its_scale_is_healthy(shell: Shell) -> None:
+    done = run_watched(shell, SCRIPT, FAULT="none")
+    told = done.verdict()
     assert (told["outcome"], told["findings"]) == ("completed", [])
-    assert 1 < float(said.partition("scale ")[2].split()[0]) < 2.0**24, "it skipped, and trained on"
+    assert 1 < float(done.out.partition("scale ")[2].split()[0]) < 2.0**24, "it skipped, and trained on"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from observed_runs import Outcome, Runner, run_ranks
 
 from model_check.observe.instrument import native
 from model_check.rundir import RunDir
+from tests.observe.observed_runs import Outcome, Runner, run_ranks
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from observed_runs import plain_environment
 
 from model_check.observe.comms import Interval, bus_factor, busy, message_bytes
+from tests.observe.observed_runs import plain_environment
 
 SCRIPT = Path(__file__).parent / "comms_script.py"
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from observed_runs import Runner, injected_environment, rank_environment, run_ranks
 
 from model_check.observe import inject_path
 from model_check.rundir import RunDir, read_jsonl
 from model_check.rundir.ring import read_header
+from tests.observe.observed_runs import Runner, injected_environment, rank_environment, run_ranks
 
 
 def test_a_rank_is_known_from_its_environment(run: Runner) -> None:

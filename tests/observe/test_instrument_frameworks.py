@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from observed_runs import run_ranks
 
 from model_check.rundir import RunDir
+from tests.observe.observed_runs import run_ranks
 
 FSDP2 = """\
 import torch, torch.distributed as dist

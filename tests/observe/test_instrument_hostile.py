@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
-from observed_runs import Runner
 
 from model_check.observe.redaction import REDACTED, redact_text
 from model_check.rundir import JsonlWriter, read_json, read_jsonl, write_json_atomic
+from tests.observe.observed_runs import Runner
 
 BROKEN_WORDS = (
     "class Odd(Exception):\n    def __str__(self):\n        raise ValueError('no words')\n\n"

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from observed_runs import Runner
 
 from model_check.observe.instrument.parting import let_backends_finish
+from tests.observe.observed_runs import Runner
 
 LATE = r"""
 #define _GNU_SOURCE

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from observed_runs import Runner, free_port, injected_environment, rank_environment
 
 from model_check.observe.service import request
 from model_check.rundir import RunDir
 from model_check.rundir.ring import RingTail, open_spans, read_header, read_ring
+from tests.observe.observed_runs import Runner, free_port, injected_environment, rank_environment
 
 STUCK = """\
 import time

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from observed_runs import Runner
 
 from model_check.observe.instrument.joining import _members
+from tests.observe.observed_runs import Runner
 
 SCRIPT = """\
 import torch

@@ -7,9 +7,9 @@ import queue
 import threading
 
 import pytest
-from observed_runs import Runner
 
 from model_check.observe.instrument import now
+from tests.observe.observed_runs import Runner
 
 OBSERVED = {"MODEL_CHECK_GUARD": "observe"}
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from observed_runs import Outcome, last_json, run_ranks
 
 from model_check.rundir import RunDir
 from model_check.rundir.ring import FLAG_ASYNC, FLAG_NATIVE, Crumb
+from tests.observe.observed_runs import Outcome, last_json, run_ranks
 
 SCRIPT = """\
 import json

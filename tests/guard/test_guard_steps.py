@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from observed_runs import Runner
 
 from model_check.errors import NumericsError
 from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE
@@ -21,6 +20,7 @@ from model_check.observe.instrument.probes import size_of
 from model_check.observe.instrument.readings import reading_of
 from model_check.observe.instrument.replicas import _Copies, bit_sum
 from model_check.rundir import RunDir, read_jsonl
+from tests.observe.observed_runs import Runner
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 

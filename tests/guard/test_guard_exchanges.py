@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from observed_runs import Outcome, Runner
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.diagnose import examine
 from model_check.observe.instrument import native
 from model_check.observe.instrument.exchanges import OwnGradients
+from tests.observe.observed_runs import Outcome, Runner
 
 # One number of one weight's gradient, which no layer before it feels: only a look at all gradients sees it.
 SCRIPT = """

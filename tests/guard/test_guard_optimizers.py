@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from observed_runs import Outcome, Runner
+
+from tests.observe.observed_runs import Outcome, Runner
 
 HEAD = """\
 import torch

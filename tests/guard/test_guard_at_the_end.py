@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from observed_runs import Outcome, Runner
 
 from model_check.diagnose import examine
 from model_check.rundir import Finding
+from tests.observe.observed_runs import Outcome, Runner
 
 HEAD = """
 import math, os, sys

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from observed_runs import Outcome, Runner, last_json
 
 from model_check.diagnose.examine import examine
 from model_check.observe.instrument.blame import Hit, OwnShare, report_of
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.lossline import Place
+from tests.observe.observed_runs import Outcome, Runner, last_json
 
 HEAD = """
 import gc, json, torch

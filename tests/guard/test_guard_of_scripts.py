@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from observed_runs import Outcome, Runner
+
+from tests.observe.observed_runs import Outcome, Runner
 
 HEAD = """
 import torch
