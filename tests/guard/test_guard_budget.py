@@ -205,17 +205,16 @@ def test_where_all_would_be_too_dear_a_part_is_looked_at_in_every_step(exchanged
 def test_parts_of_many_passes_are_never_taken_for_a_look_at_everything() -> None:
     """Each pass reads the same groups again: however many numbers that makes, this rank is not known to be clean."""
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 300))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = list(model.parameters())
     own = OwnGradients(every_step=False)
     own.learn_names(model)
     _step(own, model, 1.0)
-    looked = own.at_the_optimizer(list(model.parameters()))
-    assert looked is not None and _own_share(looked, optimizer).clean
+    looked = own.at_the_optimizer(parameters)
+    assert looked is not None and _own_share(looked, parameters).clean
     own.forget()
     own._account.budget._left_s = 1e-9  # the advance is spent
     for _ in range(40):
         _pass(own, model)
-    looked = own.at_the_optimizer(list(model.parameters()))
-    held = sum(p.numel() for p in model.parameters())
-    assert looked is not None and looked.numbers >= held
-    assert not looked.bad() and not _own_share(looked, optimizer).clean
+    looked = own.at_the_optimizer(parameters)
+    assert looked is not None and looked.numbers >= sum(p.numel() for p in parameters)
+    assert not looked.bad() and not _own_share(looked, parameters).clean
