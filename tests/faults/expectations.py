@@ -223,7 +223,6 @@ SLOWNESS = (
     slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
     Fault("leak", frozenset({"MC705"}), (0,), TREND_S, severity="warning", says=(NOT_ITS_LINE,)),
     Fault("leak_of_objects", frozenset({"MC705"}), (1,), TREND_S, severity="warning", says=(NOT_ITS_LINE,)),
-    Fault("leak_of_graphs", frozenset({"MC705"}), (0,), TREND_S, nproc=1, severity="warning", says=(NOT_ITS_LINE,)),
 )
 
 FRAMEWORKS = (
