@@ -15,6 +15,7 @@ script's results are never changed, unless it was started with `--guard halt`: t
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -235,8 +236,7 @@ class Guard:
             self._harmless(step, bad, optimizer)
             bad = None
         if bad is not None:
-            hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, bad.code, bad.place)
-            self._found(step, self._among_peers(hit, in_time), grad_norm)
+            self._found(step, self._among_peers(bad.hit_of_its_loss(), in_time), grad_norm)
         elif self._any_bad([*known, *norms], in_time):
             own = _own_share(in_time, parameters)
             # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
@@ -307,10 +307,9 @@ class Guard:
         step = BOX.recorder.steps if BOX.recorder is not None else 0
         bad = self._bad_pass()
         if bad is not None:
-            loss, calls, place = float(bad.loss.value()), bad.calls, bad.place
-            look = lambda: bad.hit or Hit.in_forward(loss, calls, bad.code, place)  # noqa: E731
             spoils = not (bad.ended and gradients_finite(self._trained()))
-            return Stop(step, loss, "forward", place, look, self._norm_so_far(), spoils=spoils)
+            loss, norm = float(bad.loss.value()), self._norm_so_far()
+            return Stop(step, loss, "forward", bad.place, bad.hit_of_its_loss, norm, spoils=spoils)
         # Not one that is older than the newest forward: the script has gone on from that.
         newest = self._inputs.calls[-1].nodes.start if self._inputs.calls else 0
         seen = bad_loss(frames, max(newest, self._failed_from))
@@ -319,7 +318,7 @@ class Guard:
         root, where = seen
         since = self._inputs.calls[self._calls_seen :] or list(self._inputs.calls)
         number = float(root.detach())
-        look = lambda: _bad_loss(root, number, since, where)  # noqa: E731
+        look = functools.partial(_bad_loss, root, number, since, where)
         return Stop(step, number, "forward", where, look, self._norm_so_far())
 
     def _bad_gradients_at_the_end(self, said: str) -> Stop | None:
@@ -493,7 +492,7 @@ class Guard:
         if self._told_harmless:
             return
         self._told_harmless = True
-        hit = bad.hit or Hit.in_forward(bad.loss.value(), bad.calls, bad.code, bad.place)
+        hit = bad.hit_of_its_loss()
         report = report_of(hit, self.history, rate=self._rate)
         if report is not None:
             unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"

@@ -30,6 +30,10 @@ class Pass:
     ended: bool = False  # its backward has
     left: Sequence[Reading] = ()  # the sizes of early gradients when it was over, as far as they were read
 
+    def hit_of_its_loss(self) -> Hit:
+        """Of a loss that is not finite: as it was seen before its backward, or by what was held on to since."""
+        return self.hit or Hit.in_forward(float(self.loss.value()), self.calls, self.code, self.place)
+
     def gradients_are_gone(self) -> bool:
         """Of all that it called. Gradients of 0 say nothing: a batch without a single label has them too."""
         return bool(self.calls) and all(p.grad is None for call in self.calls for p in call.module.parameters())
