@@ -124,3 +124,31 @@ def test_large_numbers_are_not_kept_alive_and_nobody_is_blamed_for_them() -> Non
 def test_numbers_that_came_in_bad_are_not_the_loss_codes_doing() -> None:
     out = torch.tensor([1.0, torch.nan], requires_grad=True)
     assert held_and_run(out.log().mean()).first_bad() is None
+
+
+def added_up(terms: int) -> torch.Tensor:
+    """A loss of many terms, of which the first divides by nothing."""
+    out = torch.randn(4, 3, requires_grad=True)
+    mask = torch.zeros(4)
+    loss = (out.sum(1) * mask).sum() / mask.sum()
+    for _ in range(terms - 1):
+        loss = loss + F.cross_entropy(out, torch.tensor([0, 1, 2, 0]))  # three operations
+    return loss
+
+
+@pytest.mark.parametrize("terms", [1, 2, 5])
+def test_of_several_terms_the_first_is_held_on_to_as_well(terms: int) -> None:
+    found = held_and_run(added_up(terms)).first_bad()
+    assert found is not None and (found.op, found.empty) == ("Div", True)
+
+
+def test_where_the_beginning_was_not_held_on_to_no_other_term_is_blamed() -> None:
+    code = held_and_run(added_up(8))
+    assert code.cut_off and code.first_bad() is None
+
+
+def test_all_of_a_long_loss_code_is_looked_at_while_its_graph_is_there() -> None:
+    found = LossCode.whole(added_up(60).grad_fn, (), None).first_bad()
+    assert found is not None and (found.op, found.empty) == ("Div", True)
+    beyond = LossCode.whole(added_up(90).grad_fn, (), None)
+    assert beyond.cut_off and beyond.first_bad() is None

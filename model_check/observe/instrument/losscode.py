@@ -9,6 +9,7 @@ has waited.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from model_check.observe.instrument.readings import local
 from model_check.observe.instrument.replaying import finite as is_finite
 
 _MOST_NODES = 200
-_FEW_NODES = 8  # are held on to in every step
+_FEW_NODES = 16  # are held on to in every step
 _SMALL = 1 << 19  # bytes
 _MOST_HELD = 64  # of a list or a dict of losses
 _MEAN = 1  # as torch numbers the ways to reduce a loss
@@ -145,11 +146,13 @@ class LossCode:
 
     operations: Sequence[Operation] = ()
     place: Place | None = None
+    cut_off: bool = False  # there is more of it, nearer to the model
 
     @classmethod
     def whole(cls, root: Any, inside: Sequence[range], place: Place | None) -> LossCode:
         """To be looked at now. `inside`: the numbers of the nodes that modules' forwards made."""
-        return cls([Operation.of(node) for node in nodes_behind(root, inside)], place)
+        nodes = list(itertools.islice(nodes_behind(root, inside), _MOST_NODES + 1))
+        return cls([Operation.of(node) for node in nodes[:_MOST_NODES]], place, len(nodes) > _MOST_NODES)
 
     @classmethod
     def held(cls, root: Any, inside: Sequence[range], place: Place | None, *, finite: bool = False) -> LossCode:
@@ -158,8 +161,11 @@ class LossCode:
         `finite`: the loss is known to be, so that only its slopes can be at fault.
         """
         fails = _can_have_a_pole if finite else _can_fail
-        nodes = itertools.islice(nodes_behind(root, inside), _FEW_NODES)  # of every term that a loss adds up
-        return cls([Operation.of(node, _SMALL) if fails(node) else Operation.unread(node) for node in nodes], place)
+        nodes = list(itertools.islice(nodes_behind(root, inside), _FEW_NODES + 1))  # of every term that a loss adds up
+        operations = [
+            Operation.of(node, _SMALL) if fails(node) else Operation.unread(node) for node in nodes[:_FEW_NODES]
+        ]
+        return cls(operations, place, len(nodes) > _FEW_NODES)
 
     @property
     def can_fail(self) -> bool:
@@ -168,7 +174,8 @@ class LossCode:
     def first_bad(self) -> LossOperation | None:
         """Of a loss that is not finite: the innermost operation that can have made it so.
 
-        None where the loss code was handed a number that was bad already, or may have been: it is not to blame.
+        None where the loss code was handed a number that was bad already, or may have been, or where its beginning is
+        not known: no operation is to blame.
         """
         for operation in reversed(self.operations):  # in the order in which the script made them
             if samples := operation.bad_targets():
@@ -177,7 +184,7 @@ class LossCode:
                 return replace(located(operation.kind, self.place, note=note, made_it=True), samples=samples)
             if not operation.is_given_bad_numbers() and (note := operation.stumbles()):
                 return located(operation.kind, self.place, note=note, made_it=True)
-        if not self.operations:
+        if not self.operations or self.cut_off:
             return None
         innermost = self.operations[-1]
         if not innermost.complete or not all(map(is_finite, innermost.kept().values())):
@@ -225,16 +232,18 @@ def _may_be_loss(tensor: torch.Tensor, since: int) -> bool:
 
 def nodes_behind(root: Any, inside: Sequence[range]) -> Iterator[Any]:
     """The graph's nodes from the loss inwards, without those that a module's forward made."""
-    waiting = [root] if root is not None else []
+    waiting = [(-_number(root), 0, root)] if root is not None else []
     seen: set[Any] = set()
-    while waiting and len(seen) < _MOST_NODES:
-        waiting.sort(key=_number)
-        node = waiting.pop()
-        if node in seen or "AccumulateGrad" in node.name() or any(_number(node) in made for made in inside):
+    met = itertools.count(1)  # of two with one number the first that was met comes first
+    while waiting:
+        number, _, node = heapq.heappop(waiting)
+        if node in seen or "AccumulateGrad" in node.name() or any(-number in made for made in inside):
             continue
         seen.add(node)
         yield node
-        waiting += [after for after, _ in node.next_functions if after is not None]
+        for after, _ in node.next_functions:
+            if after is not None:
+                heapq.heappush(waiting, (-_number(after), next(met), after))
 
 
 def _can_have_a_pole(node: Any) -> bool:
