@@ -4,6 +4,7 @@
     python benchmarks/blackbox_overhead.py --device cuda                   one rank on a GPU, a small batch in fp32
     python benchmarks/blackbox_overhead.py --device cuda --model llama     a transformer in bf16
     python benchmarks/blackbox_overhead.py --device cuda --waits           a script that waits for its GPU in every step
+    python benchmarks/blackbox_overhead.py --device cuda --guard full      all gradients are read in every step
 
 The script is `steps_in_turns.py`: blocks of steps without anything, with the black box alone, and with the guard as
 well, as `model-check run` has it. Neighbouring blocks see the same machine, so each round gives ratios of mean steps;
@@ -53,6 +54,7 @@ class Shape:
     steps: int
     dropped: int = 3  # steps after a switch
     waits: bool = False  # for the GPU, in every step
+    guard: str = "observe"  # or another of its modes
 
     def arguments(self) -> list[str]:
         numbers = (self.width, self.depth, self.batch, self.length, self.rounds, self.steps, self.dropped)
@@ -84,7 +86,7 @@ def measure(shape: Shape) -> Measured:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         path = os.pathsep.join(filter(None, (inject_path(), os.environ.get("PYTHONPATH"))))
         env |= {"MODEL_CHECK_RUN_DIR": str(run_dir.root), "PYTHONPATH": path, "WORLD_SIZE": str(shape.ranks)}
-        env["MODEL_CHECK_GUARD"] = "observe"
+        env["MODEL_CHECK_GUARD"] = shape.guard
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(STEPS), *shape.arguments()],
@@ -142,13 +144,13 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def _shape(options: argparse.Namespace) -> Shape:
-    how = {"rounds": options.rounds, "steps": options.steps, "waits": options.waits}
+    how = {"rounds": options.rounds, "steps": options.steps, "waits": options.waits, "guard": options.guard}
     if options.model == "llama":
         width, depth, batch, length = (4096, 4, 4, 2048) if options.device == "cuda" else (128, 2, 2, 64)
     else:
         width, depth, batch, length = (2048, 8, 1024, 0) if options.device == "cuda" else (256, 4, 64, 0)
     ranks = 1 if options.device == "cuda" else 2
-    return Shape(options.model, options.device, ranks, width, depth, batch, length, **how)
+    return Shape(options.model, options.device, ranks, width, depth, options.batch or batch, length, **how)
 
 
 def _result(shape: Shape, seen: Measured) -> dict[str, object]:
@@ -181,9 +183,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=("mlp", "llama"), default="mlp")
+    parser.add_argument("--batch", type=int, help="rows in a step (default 64, on a GPU 1024; transformer: 2 and 4)")
     parser.add_argument("--rounds", type=int, default=30, help="blocks of each kind, in turns (default 30)")
     parser.add_argument("--steps", type=int, default=20, help="steps in a block (default 20)")
     parser.add_argument("--waits", action="store_true", help="the script waits for its GPU in every step")
+    parser.add_argument("--guard", choices=("observe", "full"), default="observe", help="as of model-check run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     shape = _shape(options)
@@ -202,7 +206,9 @@ def main() -> None:
     for hook, microseconds in seen.hooks_us.items():
         print(f"  {hook:32s} {microseconds:6.1f} us")
     options.out.mkdir(parents=True, exist_ok=True)
-    what = f"{options.device}-{options.model}{'-waits' if options.waits else ''}"
+    variants = f"-batch-{options.batch}" * bool(options.batch) + "-waits" * options.waits
+    variants += "-full" * (options.guard == "full")
+    what = f"{options.device}-{options.model}{variants}"
     path = options.out / f"{time.strftime('%Y-%m-%d')}-blackbox-overhead-{what}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {path}")

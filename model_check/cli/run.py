@@ -13,9 +13,9 @@ import typer
 
 from model_check.errors import UsageError
 from model_check.launch.foreign import ForeignScript
-from model_check.launch.injection import GuardMode
 from model_check.launch.limits import use_less_memory
 from model_check.launch.supervisor import Limits, Supervisor
+from model_check.observe.instrument.box import GuardMode
 from model_check.rundir import RunDir, Verdict, write_json_atomic
 from model_check.rundir.verdict import Outcome
 
@@ -38,7 +38,7 @@ def run(
     ] = 300.0,
     guard: Annotated[
         str,
-        typer.Option("--guard", help="Steps with NaN or infinity: observe (report), halt (refuse), off."),
+        typer.Option("--guard", help="NaN, infinity: observe (report), full (in all gradients), halt (refuse), off."),
     ] = "observe",
     start: Annotated[
         str, typer.Option("--start", help="cold: all ranks at once; gate: as many import at once as there is room for.")
@@ -104,7 +104,7 @@ def _guard_mode(said: str) -> GuardMode:
     for mode in get_args(GuardMode):
         if said == mode:
             return mode
-    raise UsageError(f"--guard {said} is not a mode", remedy="use observe, halt or off")
+    raise UsageError(f"--guard {said} is not a mode", remedy="use observe, full, halt or off")
 
 
 def _run_script(

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal
 
 from model_check.launch.guard import RUN_DIR_VARIABLE
 from model_check.observe import inject_path
 from model_check.observe.gate import FOLDER_VARIABLE, LINES_VARIABLE, SLOTS_VARIABLE
-from model_check.observe.instrument.box import GUARD_VARIABLE, RANK_PID_VARIABLE
+from model_check.observe.instrument.box import GUARD_VARIABLE, RANK_PID_VARIABLE, GuardMode
 from model_check.rundir import RunDir
-
-GuardMode = Literal["observe", "halt", "off"]
 
 
 def injected_environment(run_dir: RunDir, environ: Mapping[str, str], guard: GuardMode = "observe") -> dict[str, str]:
     """Where the run directory is, and our folder in front of PYTHONPATH; the user's own path stays behind it.
 
-    `guard`: what happens to a step with numbers that are not finite: it is reported, refused, or not looked at.
+    `guard`: what happens to a step with numbers that are not finite: it is reported, refused, or not looked for.
     """
     path = environ.get("PYTHONPATH")
     return {

@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 waits, wrapped, bad_step = os.environ["WAITS"] == "1", os.environ["WRAPPED"], int(os.environ["BAD_STEP"])
+spent = os.environ["SPENT"] == "1"  # nothing is left of what looking at gradients may cost
 torch.cuda.set_device(0)
 dist.init_process_group("nccl")
 step = 0
@@ -67,6 +68,9 @@ batch = torch.randn(32768, 1024, device="cuda")  # the host runs ahead
 for step in range(8):
     torch.cuda.set_sync_debug_mode("error" if 2 <= step < bad_step and not waits else "default")
     loss = model(batch).square().mean()
+    if spent:
+        from model_check.observe.instrument.steps import of_this_thread
+        of_this_thread().guard._own._account.budget._left_s = -1.0
     loss.backward()
     if waits:
         torch.cuda.synchronize()
@@ -77,13 +81,23 @@ dist.destroy_process_group()
 """
 
 
-def run(folder: Path, *, waits: bool = False, wrapped: str = "ddp", bad_step: int = 4) -> list[dict[str, Any]]:
+def run(
+    folder: Path,
+    *,
+    waits: bool = False,
+    wrapped: str = "ddp",
+    bad_step: int = 4,
+    spent: bool = False,
+    guard: str = "observe",
+) -> list[dict[str, Any]]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     run_dir = RunDir(folder / "run")
+    switches = {"WAITS": str(int(waits)), "WRAPPED": wrapped, "BAD_STEP": str(bad_step), "SPENT": str(int(spent))}
+    flags = ["--nproc", "1", "--guard", guard, "--run-dir", str(run_dir.root)]
     ended = subprocess.run(
-        [sys.executable, "-m", "model_check", "run", "--nproc", "1", "--run-dir", str(run_dir.root), str(script)],
-        env={**os.environ, "WAITS": str(int(waits)), "WRAPPED": wrapped, "BAD_STEP": str(bad_step)},
+        [sys.executable, "-m", "model_check", "run", *flags, str(script)],
+        env={**os.environ, **switches},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -102,6 +116,20 @@ def test_a_bad_gradient_is_known_a_step_later_with_its_own_step(tmp_path: Path, 
     assert event["tensor"] == ("gradients of 4.bias to 2.weight" if wrapped == "ddp" else "gradient of 2.weight")
     late = "inferred: the weights were overwritten before a check that makes nobody wait could know"
     assert event["evidence"][1] == late
+
+
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp", "none"])
+def test_a_full_look_needs_no_budget_and_makes_nobody_wait(tmp_path: Path, wrapped: str) -> None:
+    (event,) = run(tmp_path, wrapped=wrapped, spent=True, guard="full")
+    assert (event["step"], event["cause"], event["direction"], event["action"]) == (4, "MC402", "backward", "observe")
+    assert event["tensor"] == ("gradients of 4.bias to 2.weight" if wrapped == "ddp" else "gradient of 2.weight")
+
+
+def test_without_it_the_same_step_goes_by_unseen(tmp_path: Path) -> None:
+    """Told from the weight that it spoilt, and one step late."""
+    (event,) = run(tmp_path, spent=True)
+    assert (event["step"], event["tensor"]) == (5, "parameter 2.weight")
+    assert "--guard full" in event["fix"][0]
 
 
 def test_where_the_script_waits_for_the_device_the_step_is_replayed_in_time(tmp_path: Path) -> None:

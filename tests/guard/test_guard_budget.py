@@ -183,6 +183,7 @@ def _pass(own: OwnGradients, model: Any, spoilt: float = 1.0) -> None:
 def test_where_all_would_be_too_dear_a_part_is_looked_at_in_every_step(exchanged: bool) -> None:
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 300)))
     own = OwnGradients(every_step=False)
+    own._account.budget = Budget(lambda: 0.0)  # a busy machine takes long over a step, and would earn a whole look
     own.learn_names(model)
     numbers = sum(p.numel() for p in model.parameters())
     for step in range(40):
@@ -212,6 +213,7 @@ def test_parts_of_many_passes_are_never_taken_for_a_look_at_everything() -> None
     looked = own.at_the_optimizer(parameters)
     assert looked is not None and _own_share(looked, parameters).clean
     own.forget()
+    own._account.budget = Budget(lambda: 0.0)
     own._account.budget._left_s = 1e-9  # the advance is spent
     for _ in range(40):
         _pass(own, model)

@@ -142,6 +142,46 @@ def test_halt_refuses_the_step_on_every_rank_and_blames_the_one(run: Runner) -> 
     assert received["why_not"] == "the gradients of this rank were finite before they were exchanged"
 
 
+# What may be advanced for looking is spent after some twenty of its steps.
+LARGE = """
+import math, os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank, step = dist.get_rank(), 0
+model = DDP(nn.Sequential(nn.Linear(16, 2048), nn.Linear(2048, 4096)))
+
+
+def spoil(gradient):
+    gradient = gradient.clone()
+    if (rank, step) == (1, 59):
+        gradient[-1, -1] = math.nan
+    return gradient
+
+
+model.module[1].weight.register_hook(spoil)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(60):
+    model(torch.ones(1, 16)).square().mean().backward()  # HERE
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_full_look_never_waits_for_its_share_of_the_time(run: Runner) -> None:
+    outcome = run(LARGE, world=2, env={"MODEL_CHECK_GUARD": "full"})
+    assert outcome.codes == [0, 0], outcome.errors
+    (event,) = outcome.events("nonfinite", rank=1)
+    assert (event["step"], event["cause"], event["tensor"]) == (59, "MC402", "gradient of 1.weight")
+    (finding,) = examine(outcome.run_dir, live=False).findings
+    assert (finding.code, finding.ranks, finding.step) == ("MC402", [1], 59)
+
+
 @pytest.mark.slow
 def test_gradients_that_the_script_mends_are_its_own_business(run: Runner) -> None:
     outcome = run_way(run, "mended")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_check.errors import NumericsError
-from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE
+from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, RANK_PID_VARIABLE
+from model_check.observe.instrument.budget import Budget
 from model_check.observe.instrument.guard import Guard
 from model_check.observe.instrument.probes import size_of
 from model_check.observe.instrument.readings import reading_of
@@ -76,14 +78,13 @@ class Flaky(torch.nn.Module):
 class Script:
     """Takes training steps as a script would, with the guard told what the hooks would tell it."""
 
-    def __init__(self, folder: Path, model: torch.nn.Module, mode: str) -> None:
+    def __init__(self, folder: Path, model: torch.nn.Module) -> None:
         torch.manual_seed(0)
         BOX.run_dir = RunDir.create(folder)
         BOX.open(0, world_size=1)
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self.guard = Guard()
-        self.guard.mode = mode  # type: ignore[assignment]
 
     def step(
         self,
@@ -124,7 +125,8 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     before = BOX.run_dir
 
     def make(model: torch.nn.Module, mode: str = "observe") -> Script:
-        return Script(tmp_path / "run", model, mode)
+        monkeypatch.setenv(GUARD_VARIABLE, mode)
+        return Script(tmp_path / "run", model)
 
     yield make
     BOX.leave()
@@ -299,18 +301,28 @@ class Alone(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("made", "clips", "told"),
-    [(math.inf, True, True), (math.nan, True, True), (0.0, True, False), (math.inf, False, False)],
+    ("made", "clips", "mode", "told"),
+    [
+        (math.inf, True, "observe", True),
+        (math.nan, True, "observe", True),
+        (0.0, True, "observe", False),
+        (math.inf, False, "observe", False),
+        (math.inf, False, "full", True),
+        (math.nan, False, "full", True),
+        (0.0, False, "full", False),
+    ],
 )
-def test_the_norm_that_a_script_clips_by_is_looked_at_too(
-    watched: Callable[..., Script], made: float, clips: bool, told: bool
+def test_what_the_budget_has_no_room_for_is_seen_by_the_norm_that_a_script_clips_by_and_by_a_full_look(
+    watched: Callable[..., Script], made: float, clips: bool, mode: str, told: bool
 ) -> None:
-    """It has read every gradient, whatever part of them the budget had room for: without it this one is missed."""
+    """Both read every gradient; without them this one is missed."""
     model = Alone()
-    run = watched(model)
+    run = watched(model, mode)
+
+    budget = run.guard._own._account.budget = Budget(lambda: 0.0)
 
     def step() -> None:
-        run.guard._own._account.budget._left_s = 1e-9  # enough for a part only: another one than the last number is in
+        budget._left_s = 1e-9  # enough for a part only: another one than the last number is in
         run.step(torch.randn(4, 6), mean_square, clip=1.0 if clips else None)
 
     for _ in range(4):
@@ -321,8 +333,33 @@ def test_the_norm_that_a_script_clips_by_is_looked_at_too(
     assert [(event["step"], event["cause"], event["direction"]) for event in events] == [
         (4, "MC402", "backward")
     ] * told
-    if told:
+    if told and clips:
         assert str(float(events[0]["grad_norm"])) == str(made)
+    if mode == "full" and told:
+        assert (events[0]["tensor"], events[0]["action"]) == ("gradient of weight", "observe")
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("observe", "the update of the step before made it so, by a gradient that was not looked at or by itself"),
+        ("full", "all gradients of the step before were finite: its update made it so, or the script"),
+        ("halt", "all gradients of the step before were finite: its update made it so, or the script"),
+    ],
+)
+def test_a_weight_that_the_script_spoils_is_laid_to_what_happened_between_the_steps(
+    watched: Callable[..., Script], mode: str, why: str
+) -> None:
+    run = watched(Net(), mode)
+    run.step(torch.randn(4, 6), mean_square)
+    with torch.no_grad():
+        run.model.get_parameter("up.weight")[2, 1] = math.nan
+    with pytest.raises(NumericsError) if mode == "halt" else contextlib.nullcontext():
+        run.step(torch.randn(4, 6), mean_square)
+    (event,) = run.events("nonfinite")
+    assert (event["cause"], event["step"], event["tensor"]) == ("MC401", 1, "parameter up.weight")
+    assert event["evidence"][-1] == f"inferred: {why}"
+    assert ("--guard full" in event["fix"][0]) == (mode == "observe")
 
 
 def test_a_norm_that_overflows_in_good_health_is_no_fault(watched: Callable[..., Script]) -> None:

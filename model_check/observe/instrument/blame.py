@@ -176,8 +176,13 @@ def bad_once_more(calls: Sequence[Call]) -> Call | None:
     return None
 
 
-def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = None) -> dict[str, Any] | None:
-    """The body of the event, or None: nothing of this rank's own went wrong. `eps`: of the optimizer, if it has one."""
+def report_of(
+    hit: Hit, history: History, *, rate: float, eps: float | None = None, all_read: bool = False
+) -> dict[str, Any] | None:
+    """The body of the event, or None: nothing of this rank's own went wrong.
+
+    `eps`: of the optimizer, if it has one. `all_read`: every gradient of every step is looked at.
+    """
     if hit.own.clean:
         return None
     if hit.late and hit.in_loss_code is None:
@@ -193,7 +198,7 @@ def report_of(hit: Hit, history: History, *, rate: float, eps: float | None = No
         body = _report_origin(hit, origin, history, rate)
         if not (origin.given or "").startswith("parameter"):
             return body
-        return _blaming_the_update(body, eps) if history.steps > 0 else {**body, "fix": [_BAD_FROM_THE_START]}
+        return _blaming_the_update(body, eps, all_read) if history.steps > 0 else {**body, "fix": [_BAD_FROM_THE_START]}
     if hit.in_loss_code is not None:
         return _report_loss_code(hit, hit.in_loss_code, history, rate)
     return _report_without_line(hit, history, rate)
@@ -262,11 +267,13 @@ def _passed_before(origin: Origin, replay: Replay) -> Sequence[ModuleRange]:
     return origin.before or (replay.passed if origin.received else ())
 
 
-def _blaming_the_update(body: dict[str, Any], eps: float | None) -> dict[str, Any]:
+def _blaming_the_update(body: dict[str, Any], eps: float | None, all_read: bool) -> dict[str, Any]:
     """A weight that was fine when the script began: the update before this step spoilt it, not this step's forward."""
-    halt = "run again with --guard halt: all gradients of a step are then looked at before it is applied"
     why = ["inferred: the update of the step before made it so, by a gradient that was not looked at or by itself"]
-    fix = [halt]
+    fix = ["run again with --guard full: all gradients of every step are then looked at"]
+    if all_read:
+        why = ["inferred: all gradients of the step before were finite: its update made it so, or the script"]
+        fix = ["look at what changes weights: the optimizer's settings, averaging, what is copied into them"]
     if eps == 0:
         why = ["observed: eps of the optimizer is 0: where a gradient has always been 0, its update is 0/0"]
         fix = ["give the optimizer an eps above 0, such as 1e-8"]
@@ -306,6 +313,8 @@ def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, A
         return {**_body(hit, "MC409", evidence), "deterministic": False, "location": _line(hit.place)}
     cause = _judged(hit, None, history, None, rate)
     plain = [f"inferred: the operation is not known: {hit.why_not}"] if hit.why_not else []
+    if hit.real_outputs_finite:
+        plain.append("observed: what the model returned is finite: the loss code made it so")
     samples = _bad_inputs(hit)
     held = ["observed: the batch held NaN or infinity before its forward began"] if samples else []
     code = "MC404" if samples and cause.code == "MC401" else cause.code

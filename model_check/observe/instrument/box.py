@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from model_check.observe.instrument.frames import UserCode
 from model_check.observe.recorder import DTYPE, OP, PHASE, Recorder
@@ -25,7 +25,8 @@ from model_check.rundir.paths import RunDir
 from model_check.rundir.ring import BEGIN, END, POINT, kind, read_header
 
 RANK_PID_VARIABLE = "MODEL_CHECK_RANK_PID"
-GUARD_VARIABLE = "MODEL_CHECK_GUARD"  # observe or halt: the numbers of each step are watched; off or unset: not
+GUARD_VARIABLE = "MODEL_CHECK_GUARD"  # holds a GuardMode; unset: off
+GuardMode = Literal["observe", "full", "halt", "off"]
 _STEP_KIND = kind(POINT, PHASE["step"])
 _NO_SITE = (0, 0, 0)
 
@@ -207,6 +208,7 @@ __all__ = [
     "OP",
     "PHASE",
     "BlackBox",
+    "GuardMode",
     "SpanKind",
     "rank_from_environment",
     "whole_number",

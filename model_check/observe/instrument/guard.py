@@ -6,8 +6,8 @@ every layer before the place where it arose, so one of the first parameters tell
 GPU is copied behind its kernels and read when the optimizer is called: by then the forward is long over, so nobody
 waits. A bad gradient there is known one step later, unless the script itself waits for the device in between.
 Where a script takes the norm of its gradients, to clip them or to show it, that norm is looked at too: it has read them
-all. With `--guard halt` every gradient of every step is looked at, and waited for: a promise to refuse must not be a
-sample.
+all. With `--guard full` every gradient of every step is looked at, whatever that costs; with `--guard halt` it is
+waited for too: a promise to refuse must not be a sample.
 
 On a hit the rank runs its own forward once more (replaying), and writes a `nonfinite` event if it is to blame. The
 script's results are never changed, unless it was started with `--guard halt`: then the step is refused.
@@ -24,13 +24,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 
 from model_check.errors import NumericsError
 from model_check.observe.instrument.blame import Hit, OwnShare, is_alone, report_of
-from model_check.observe.instrument.box import BOX, GUARD_VARIABLE
+from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, GuardMode
 from model_check.observe.instrument.exchanges import Looked, OwnGradients
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
@@ -51,7 +51,6 @@ from model_check.observe.instrument.readings import Reading, local
 from model_check.observe.instrument.stopping import Stop, anomaly_in, devices_answer
 from model_check.observe.instrument.taken_norms import TakenNorms
 
-Mode = Literal["observe", "halt", "off"]
 _MOST_REPORTS = 1  # once weights are not finite, every later step says the same
 _TURN_EVERY = 4
 _ENOUGH_LOOKS = 16
@@ -80,16 +79,16 @@ class _Late:
 _NOTHING_LATE = _Late()
 
 
-def _mode() -> Mode:
-    said = os.environ.get(GUARD_VARIABLE, "off")
-    return "halt" if said == "halt" else "observe" if said == "observe" else "off"
+def _mode() -> GuardMode:
+    said = os.environ.get(GUARD_VARIABLE)
+    return next((mode for mode in get_args(GuardMode) if mode == said), "off")
 
 
 class Guard:
     """Follows one thread through its steps."""
 
     def __init__(self) -> None:
-        self.mode: Mode = _mode()
+        self.mode: GuardMode = _mode()
         self.history = History()
         self._inputs = Inputs()
         self._calls_seen = 0
@@ -101,7 +100,7 @@ class Guard:
         self._norms = TakenNorms()  # by the script itself, of the gradients there are
         self._reports = 0
         self._late: weakref.WeakKeyDictionary[Any, _Late] = weakref.WeakKeyDictionary()
-        self._own = OwnGradients(every_step=self.mode == "halt")
+        self._own = OwnGradients(every_step=self._reads_all)
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._probed: weakref.WeakKeyDictionary[Any, Probed] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
@@ -121,6 +120,10 @@ class Guard:
     @property
     def on(self) -> bool:
         return self.mode != "off" and self._reports < _MOST_REPORTS and BOX.recorder is not None
+
+    @property
+    def _reads_all(self) -> bool:
+        return self.mode in ("full", "halt")
 
     # What the script does
 
@@ -511,7 +514,7 @@ class Guard:
         """The report; None where this rank is not to blame."""
         self._reports += 1
         self._untold = None
-        report = report_of(hit, self.history, rate=self._rate, eps=self._eps)
+        report = report_of(hit, self.history, rate=self._rate, eps=self._eps, all_read=self._reads_all)
         if report is None:
             BOX.event("nonfinite_received", step=step, action=action, **hit.received)
         else:
@@ -557,4 +560,4 @@ def _own_share(looked: Looked | None, parameters: Iterable[Any]) -> OwnShare:
     return OwnShare(bad, clean=not bad and looked.before_exchange and all_read)
 
 
-__all__ = ["Guard", "Mode"]
+__all__ = ["Guard"]
