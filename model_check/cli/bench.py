@@ -16,15 +16,19 @@ from rich.console import Console
 from rich.table import Table
 
 from model_check.cli.doctor import jobs_end_with_us, settings_for
-from model_check.cli.flags import configured
+from model_check.cli.flags import Values, configured
+from model_check.config import override_values
 from model_check.errors import LaunchError, UsageError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 _LIMIT_S = 1800.0
+_FEWEST_STEPS, _STEPS = 4, 20
 
 
 def throughput(
-    steps: Annotated[int, typer.Option(min=4, help="Steps; the first quarter is not counted.")] = 20,
+    steps: Annotated[
+        int | None, typer.Option(min=_FEWEST_STEPS, help="Steps; the first quarter is not counted (default 20).")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="debug, production, full, stable, 14b or 32b.")] = None,
     config: Annotated[list[Path] | None, typer.Option(help="A configuration file; repeatable.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="One value; repeatable.")] = None,
@@ -39,7 +43,16 @@ def throughput(
     from model_check.doctor.bench.training import measure_training
 
     files = [path.resolve() for path in config or []]
-    resolved = configured(preset, False, files, overrides or [], {"training.max_steps": (steps, "flag --steps")})
+    # A default that nobody typed must not contradict a --set that somebody did.
+    by_set = steps is None and "training.max_steps" in override_values(overrides or [])
+    flags: Values = {} if by_set else {"training.max_steps": (steps or _STEPS, "flag --steps")}
+    resolved = configured(preset, False, files, overrides or [], flags)
+    steps = resolved.training.max_steps
+    if steps < _FEWEST_STEPS:
+        raise UsageError(
+            f"training.max_steps={steps} (from --set) leaves too little to measure",
+            remedy=f"set it to {_FEWEST_STEPS} or more",
+        )
     words = [
         word
         for flag, value in (("--preset", preset), ("--gpus", gpus), ("--nproc", nproc))

@@ -24,6 +24,11 @@ def flag_values(
 ) -> Values:
     """The dotted keys that flags set, each with the flag it came from."""
     values: Values = {}
+    if max_steps is not None and fast_dev_run not in (0, max_steps):
+        raise UsageError(
+            f"--max-steps {max_steps} and --fast-dev-run {fast_dev_run} say two things of training.max_steps",
+            remedy="leave one of them out",
+        )
     if max_steps is not None:
         values["training.max_steps"] = (max_steps, "flag --max-steps")
     if batch_size is not None:

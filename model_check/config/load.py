@@ -9,7 +9,8 @@ from typing import Any
 
 from model_check.config import codes
 from model_check.config.faults import shown
-from model_check.config.presets import DEFAULT_PRESET, preset_path
+from model_check.config.presets import DEFAULT_PRESET, PRESETS, preset_path
+from model_check.config.resolve import SIZES, existing_folder
 from model_check.config.schema import Config, build_config, flat_values, parse_values, section_names
 from model_check.config.sources import parse_yaml, read_config_file
 from model_check.config.validate import rule_problems
@@ -68,7 +69,7 @@ class _Layers:
         except ConfigError as error:
             self.problems += error.problems
         else:
-            self.add_file(path, f"preset {name}")
+            self.add_file(path, _preset_origin(name))
 
     def add_override(self, assignment: str) -> None:
         """One `section.key=value` of --set; the value is a YAML scalar (or list)."""
@@ -102,8 +103,25 @@ class _Layers:
         self.values |= flat_values(config)
         self.origins |= config.origins
 
+    def leave_shape_to_folder(self) -> None:
+        """A preset's sizes are those of its own model: a folder that somebody else named has a shape of its own."""
+        path = self.values.get("model.model_path")
+        if not isinstance(path, str) or self._is_from_preset("model.model_path") or existing_folder(path) is None:
+            return
+        for key in (f"model.{name}" for name in SIZES):
+            if self._is_from_preset(key):
+                del self.values[key], self.origins[key]
+
+    def _is_from_preset(self, key: str) -> bool:
+        return self.origins.get(key) in _PRESET_ORIGINS
+
+
+def _preset_origin(name: str) -> str:
+    return f"preset {name}"
+
 
 _SECTIONS = section_names(Config)
+_PRESET_ORIGINS = frozenset(map(_preset_origin, PRESETS))
 
 
 def load_config(
@@ -144,6 +162,7 @@ def _checked(layers: _Layers, source: str) -> Config:
     if any(problem.code == codes.UNKNOWN_PRESET for problem in layers.problems):
         # Without its preset most of a configuration is missing; what else seems wrong follows from that.
         raise ConfigError(layers.problems, source)
+    layers.leave_shape_to_folder()
     config, problems = parse_values(layers.values, layers.origins)
     problems = layers.problems + problems
     if problems or config is None:

@@ -23,7 +23,8 @@ This page is generated from the schema: `python -m model_check.config.reference 
 
 Values come from, later ones winning: the defaults below, a preset (`--preset`, else `{DEFAULT_PRESET}`), files
 (`--config`, repeatable, merged in order), flags and environment variables, `--set section.key=value`. A flag and a
-`--set` with two values for one key (`--max-steps 5 --set training.max_steps=7`) are refused.
+`--set` with two values for one key (`--max-steps 5 --set training.max_steps=7`) are refused, and so are two flags
+(`--max-steps 5 --fast-dev-run 2`).
 Files are JSON, JSON with `//` and `/* */` comments and trailing commas, or YAML (`.yaml`, `.yml`). The run
 directory's `config.json` holds every value with where it came from. All faults are reported at once:
 

@@ -14,7 +14,7 @@ from model_check.errors import ConfigError, Problem, UsageError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WEIGHTS_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
-_OVERRIDES = (
+SIZES = (
     "num_layers",
     "hidden_size",
     "num_heads",
@@ -58,7 +58,7 @@ def base_shape(model_path: str | None) -> ModelShape | None:
     """The shape a path names: a folder that is there wins over a built-in name. None for null, or plain weights."""
     if model_path is None or weights_file(model_path) is not None:
         return None
-    folder = _existing_folder(model_path)
+    folder = existing_folder(model_path)
     if folder is not None:
         return read_folder_shape(folder)
     shape = built_in_shape(model_path)
@@ -84,10 +84,11 @@ def weights_file(model_path: str | None) -> Path | None:
 
 def may_be_hub_id(model_path: str) -> bool:
     """Whether only the hub can tell what this path names."""
-    return bool(_HUB_ID.fullmatch(model_path)) and not _existing_folder(model_path) and not built_in_shape(model_path)
+    return bool(_HUB_ID.fullmatch(model_path)) and not existing_folder(model_path) and not built_in_shape(model_path)
 
 
-def _existing_folder(model_path: str) -> Path | None:
+def existing_folder(model_path: str) -> Path | None:
+    """The path, where it is a folder that is there."""
     try:
         folder = Path(model_path).expanduser()
         return folder if folder.is_dir() else None
@@ -131,7 +132,7 @@ def _without_sizes(model: ModelSection) -> str:
 
 def _reshaped(model: ModelSection, base: ModelShape) -> list[Problem]:
     problems = []
-    for name in _OVERRIDES:
+    for name in SIZES:
         asked, has = getattr(model, name), getattr(base, name)
         if asked is not None and asked != has:
             problems.append(
@@ -204,7 +205,7 @@ def _keeps_heads(model: ModelSection, base: ModelShape | None) -> bool:
 
 
 def _assemble(model: ModelSection, base: ModelShape | None, vocab_size: int) -> ModelShape:
-    explicit = {name: getattr(model, name) for name in _OVERRIDES if getattr(model, name) is not None}
+    explicit = {name: getattr(model, name) for name in SIZES if getattr(model, name) is not None}
     explicit["vocab_size"] = vocab_size
     if base is None:
         hidden, heads = explicit["hidden_size"], explicit["num_heads"]

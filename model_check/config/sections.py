@@ -38,7 +38,8 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """What is trained. A size left null comes from the shape that model_path names."""
+    """What is trained. A size left null comes from the shape that model_path names. The sizes of a preset hold for
+    other built-in names too, but not for a folder named by file or `--set`: it brings all of its own."""
 
     model_path: Name | None = Field(
         default=None,

@@ -39,24 +39,30 @@ def _gpu(name: str, label_gb: int, gib: float, terabytes: float, link_gb: float)
     return label_gb, Device(name, round(gib * GIB), terabytes * 1e12, link_gb * 1e9)
 
 
-# The short name as people say it; the name as the driver says it, the GB of the label, the GiB that CUDA reports.
+# The short name as people say it; the name as the driver says it, the GB of the label, the GiB that CUDA reports. The
+# link of a card is its PCIe slot: an NVLink bridge joins two cards, and a job may have more.
 _DEVICES = {
     "H200": _gpu("H200", 141, 139.7, 4.8, 450),
     "H100": _gpu("H100 80GB HBM3", 80, 79.1, 3.35, 450),
-    "H100-PCIe": _gpu("H100 PCIe", 80, 79.1, 2.0, 32),
+    "H100-PCIe": _gpu("H100 PCIe", 80, 79.1, 2.0, 64),
+    "H100-NVL": _gpu("H100 NVL", 94, 93.0, 3.9, 64),
     "H800": _gpu("H800", 80, 79.1, 3.35, 200),
     "H20": _gpu("H20", 96, 95.0, 4.0, 450),
     "GH200": _gpu("GH200 480GB", 96, 94.5, 4.0, 450),
     "B200": _gpu("B200", 180, 178.3, 8.0, 900),
-    "B300": _gpu("B300", 288, 268.0, 8.0, 900),
+    "B300": _gpu("B300 SXM6 AC", 288, 267.7, 8.0, 900),
     "GB200": _gpu("GB200", 186, 184.0, 8.0, 900),
+    "GB300": _gpu("GB300", 288, 276.5, 8.0, 900),
     "A100": _gpu("A100-SXM4-80GB", 80, 79.2, 2.04, 300),
     "A100-80": _gpu("A100-SXM4-80GB", 80, 79.2, 2.04, 300),
     "A100-40": _gpu("A100-SXM4-40GB", 40, 39.4, 1.56, 300),
+    "A100-PCIe": _gpu("A100 80GB PCIe", 80, 79.2, 1.94, 32),
+    "A100-PCIe-40": _gpu("A100-PCIE-40GB", 40, 39.4, 1.56, 32),
     "A40": _gpu("A40", 48, 44.4, 0.70, 32),
     "A30": _gpu("A30", 24, 23.6, 0.93, 32),
     "A10": _gpu("A10", 24, 22.0, 0.60, 32),
     "A10G": _gpu("A10G", 24, 22.0, 0.60, 32),
+    "L40": _gpu("L40", 48, 44.4, 0.86, 32),
     "L40S": _gpu("L40S", 48, 44.4, 0.86, 32),
     "L4": _gpu("L4", 24, 22.0, 0.30, 32),
     "V100": _gpu("V100-SXM2-32GB", 32, 31.7, 0.90, 150),
@@ -70,7 +76,7 @@ _DEVICES = {
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gi?b)?", re.IGNORECASE)
 _MAKER = re.compile(r"^((nvidia|tesla|geforce|amd|instinct)[\s_-]+)+", re.IGNORECASE)
-# Every GPU of the table that exists as a module is that module; its cards have PCIe in their names.
+# Every GPU of the table that exists as a module is that module; its cards have PCIe or NVL in their names.
 _MODULE = re.compile(r"(?<![a-z0-9])(sxm\d?|hbm3e?)(?![a-z0-9])", re.IGNORECASE)
 _LABEL = re.compile(r"(?<![a-z0-9.])(\d+)\s*(gi?b)?(?![a-z0-9.])", re.IGNORECASE)
 

@@ -125,15 +125,28 @@ def test_a_flag_and_a_set_that_say_two_things_are_refused(
 
 
 @pytest.mark.parametrize(
+    "arguments", ["--max-steps 5 --fast-dev-run 2", "--fast_dev_run=2 --max_steps=5 --set training.max_steps=5"]
+)
+def test_two_flags_that_say_two_things_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--debug", "--dry-run", *arguments.split()])
+    assert stopped.value.code == 2
+    said = capsys.readouterr()
+    sentence = "--max-steps 5 and --fast-dev-run 2 say two things of training.max_steps; leave one of them out"
+    assert (said.out, said.err) == ("", f"model-check: error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         "--max-steps 5 --set training.max_steps=5 --batch-size 2 --profile --set training.profile=true",
         # What --fast-dev-run only implies may be wanted after all.
         "--fast-dev-run 5 --set training.max_steps=5 --set checkpoint.interval=2",
         "--max-steps 5 --set training.max_steps=7 --set training.max_steps=5",
+        "--max-steps 5 --fast-dev-run 5",
     ],
 )
-def test_a_flag_and_a_set_that_say_the_same_are_fine(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_that_say_the_same_are_fine(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "--debug", "--nproc", "1", "--dry-run", *arguments.split()])
     assert ended.value.code in (0, None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from model_check.config import SHAPES, ModelShape, RopeScaling, load_config, resolve_shape
+from model_check.config.folder import read_folder_shape
+from model_check.config.presets import PRESETS
 from model_check.config.sections import ModelSection
 from model_check.errors import ConfigError, UsageError
 
@@ -128,6 +131,46 @@ def test_a_local_folder(tmp_path: Path) -> None:
     assert resolve_shape(ModelSection(model_path=str(newer))) == expected
     wide_heads = write_folder(tmp_path, head_dim=32)
     assert resolve_shape(ModelSection(model_path=str(wide_heads), num_layers=1)).head_dim == 32
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, None])
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_a_folder_defines_its_shape_under_every_preset(tmp_path: Path, preset: str | None, init: str) -> None:
+    folder = write_folder(tmp_path)
+    named = [f"model.model_path={folder}", f"model.init={init}", "training.context_length=512"]
+    config = load_config(preset=preset, overrides=named)
+    assert resolve_shape(config.model) == read_folder_shape(folder)
+    assert config.origins["model.num_layers"] == "default", "the preset's layers are those of its own model"
+    assert config.model.init_std == (0.006 if preset == "stable" else 0.02), (
+        "what is no size stays as the preset has it"
+    )
+
+
+def test_a_size_that_somebody_asked_for_holds_against_the_folder(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"model": {"model_path": str(folder), "intermediate_size": 320}}))
+    asked = resolve_shape(load_config(file, preset="debug", overrides=["model.num_layers=2"]).model)
+    assert asked == replace(read_folder_shape(folder), num_layers=2, intermediate_size=320)
+    with pytest.raises(ConfigError) as refused:
+        load_config(
+            file,
+            preset="full",
+            overrides=["model.init=pretrained", "model.num_layers=2", "training.context_length=512"],
+        )
+    assert [(problem.code, problem.key) for problem in refused.value.problems] == [
+        ("MC825", "model.num_layers"),
+        ("MC825", "model.intermediate_size"),
+    ]
+    assert "model.num_layers=2 differs from the 3 of the weights" in str(refused.value)
+
+
+def test_the_folder_of_a_preset_s_own_model_keeps_its_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "meta-llama" / "Llama-3.1-8B"
+    folder.mkdir(parents=True)
+    write_folder(folder)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_shape(load_config(preset="production").model) == replace(read_folder_shape(folder), num_layers=4)
 
 
 @pytest.mark.parametrize(

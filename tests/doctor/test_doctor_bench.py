@@ -55,6 +55,22 @@ def test_throughput(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_steps_that_only_a_set_names_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--preset",
+        "debug",
+        "--set",
+        "training.max_steps=8",
+        "--nproc",
+        "1",
+        "--set",
+        "training.context_length=64",
+    ]
+    [row] = bench(capsys, "throughput", *words)["rows"]
+    assert row["steps"] == 6, "8 and not the 20 that nobody typed"
+
+
+@pytest.mark.slow
 def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     rows = bench(capsys, "startup", "--ways", "warm", "--nproc", "1")["rows"]
     assert [(row["way"], row["ranks"], len(row["rounds"])) for row in rows] == [("warm", 1, 1)]
@@ -96,6 +112,14 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         (["comm", "--sizes", "1M,many"], "--sizes 1M,many cannot be read at 'many'"),
         (["data", "--workers", "two"], "--workers two cannot be read"),
         (["throughput", "--preset", "debgu"], "debgu"),
+        (
+            ["throughput", "--preset", "debug", "--set", "training.max_steps=3"],
+            "training.max_steps=3 (from --set) leaves too little to measure; set it to 4 or more",
+        ),
+        (
+            ["throughput", "--preset", "debug", "--set", "training.max_steps=few"],
+            'training.max_steps="few" (from --set) must be a whole number',
+        ),
     ],
 )
 def test_mistakes(words: list[str], fragment: str, capsys: pytest.CaptureFixture[str]) -> None:

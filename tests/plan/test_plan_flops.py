@@ -46,6 +46,8 @@ def test_mfu_of_a_measured_run() -> None:
         ("NVIDIA GH200 480GB", 989e12, 1979e12),
         ("NVIDIA B200", 2250e12, 4500e12),
         ("NVIDIA GB200", 2500e12, 5000e12),
+        ("NVIDIA B300 SXM6 AC", 2250e12, 4500e12),
+        ("NVIDIA GB300", 2500e12, 5000e12),
         ("NVIDIA A100-SXM4-80GB", 312e12, None),
         ("NVIDIA A100 80GB PCIe", 312e12, None),
         ("A100-PCIE-40GB", 312e12, None),

@@ -203,9 +203,15 @@ def test_a_gpu_is_a_name_or_a_size(text: str, gib: float) -> None:
         ("A100-SXM-80GB", "A100"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA GH200 480GB", "GH200"),
         ("NVIDIA B200", "B200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", "GB300"),
+        ("NVIDIA L40", "L40"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA RTX A6000", "RTX-A6000"),
@@ -219,6 +225,10 @@ def test_a_gpu_is_a_name_or_a_size(text: str, gib: float) -> None:
         ("a100 80 GiB", "A100"),
         ("A100 (40GB)", "A100-40"),
         ("80GB A100", "A100"),
+        ("A100-PCIe-80GB", "A100-PCIe"),
+        ("A100 40GB PCIe", "A100-PCIe-40"),
+        ("H100 NVL 94GB", "H100-NVL"),
+        ("GB300-288GB", "GB300"),
         ("NVIDIA-A100-SXM4-80GB", "A100"),
         ("H100-80GB", "H100"),
         ("H100 SXM5", "H100"),
@@ -235,6 +245,28 @@ def test_a_gpu_is_a_name_or_a_size(text: str, gib: float) -> None:
 )
 def test_a_gpu_is_known_by_every_name_in_use(text: str, short: str) -> None:
     assert parse_device(text) == parse_device(short)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "terabytes", "link_gb", "bf16", "has_fp8"),
+    [
+        ("NVIDIA A100-PCIE-40GB", 39.4, 1.56, 32, 312, False),
+        ("NVIDIA A100 80GB PCIe", 79.2, 1.94, 32, 312, False),
+        ("NVIDIA H100 PCIe", 79.1, 2.0, 64, 756, True),
+        ("NVIDIA H100 NVL", 93.0, 3.9, 64, 835.5, True),
+        ("NVIDIA L40", 44.4, 0.86, 32, 181, True),
+        ("NVIDIA B300 SXM6 AC", 267.7, 8.0, 900, 2250, True),
+        ("NVIDIA GB300", 276.5, 8.0, 900, 2500, True),
+    ],
+)
+def test_what_is_known_of_a_gpu(
+    name: str, gib: float, terabytes: float, link_gb: float, bf16: float, has_fp8: bool
+) -> None:
+    device = device_named(name)
+    assert device.memory_bytes == round(gib * GIB)
+    assert (device.memory_rate, device.link_rate) == (terabytes * 1e12, link_gb * 1e9)
+    assert device.peak("bf16") == bf16 * 1e12
+    assert device.peak("fp8") == (bf16 * 1e12 if has_fp8 else None), "fp8 counts against bf16"
 
 
 @pytest.mark.parametrize(
@@ -259,9 +291,20 @@ def test_a_gpu_is_known_by_every_name_in_use(text: str, short: str) -> None:
             "RTX",
         ),
         # Siblings with other memory, other clocks or a part of the chip are not the GPU of the table.
-        *("H100 Ti", "A100-64GB", "A100-42", "H100 NVL", "H100-94GB", "H200 NVL", "H20-3e", "H20 141GB", "L40S 80GB"),
+        *(
+            "H100 Ti",
+            "A100-64GB",
+            "A100-42",
+            "A100 PCIe 64GB",
+            "H100-94GB",
+            "H200 NVL",
+            "H20-3e",
+            "H20 141GB",
+            "L40S 80GB",
+            "L40G",
+        ),
         *("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "A100 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "A100-40C"),
-        *("NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA H100 80GB HBM2e", "8xH100", "H100 H100"),
+        *("NVIDIA H100 NVL MIG 1g.12gb", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA H100 80GB HBM2e", "8xH100", "H100 H100"),
     ],
 )
 def test_what_is_neither_is_refused_with_the_names(text: str) -> None:
