@@ -47,7 +47,7 @@ MISTAKES = [
     (["diagnose", "nowhere"], "nowhere"),
     (["run", "nowhere.py"], "nowhere.py"),
     (["run", "-m", "nowhere.train"], "there is no module nowhere.train"),
-    (["run", "--guard", "stop", "train.py"], "observe, halt or off"),
+    (["run", "--guard", "stop", "train.py"], "observe, full, halt or off"),
     (["run", "--memory-limit-gb", "inf", "train.py"], "--memory-limit-gb inf is no limit; leave the flag out"),
     (["train", "--nrpoc", "2"], "train has no flag --nrpoc; did you mean --nproc?"),
     (["train", "--nproc", "two"], "--nproc two is not a whole number; give --nproc a whole number"),
