@@ -39,6 +39,7 @@ _LIBRARIES = (
     f"{Path(torch.__file__).resolve().parent}/",
     *(f"{sysconfig.get_paths()[key]}/" for key in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # of another place too: a user's own, that of the system
 # Their results are not there yet, or hold whatever the memory held before.
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_dtensor", "fsdp", "symm_mem"})
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
@@ -360,7 +361,8 @@ def _model_line(frame: FrameType | None, shown: Callable[[str], str]) -> tuple[s
     while frame is not None and frame.f_code.co_filename != _REPLAYS_A_SCRIPT:
         file = frame.f_code.co_filename
         ours = file.startswith(_PACKAGE) and not file.startswith(_RUNS_THE_MODEL)
-        if ours or not file.startswith(("<", _PACKAGE, *_LIBRARIES)):
+        theirs = file.startswith(("<", _PACKAGE, *_LIBRARIES)) or any(part in file for part in _INSTALLED)
+        if ours or not theirs:
             return f"{shown(file)}:{frame.f_lineno}", frame.f_code.co_name
         frame = frame.f_back
     return "", ""
