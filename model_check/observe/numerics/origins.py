@@ -261,10 +261,14 @@ class OriginFinder(TorchDispatchMode):
             return True  # its inputs are finite: only the number of labels that count can be at fault
         if name == "mean":
             return any(t.numel() == 0 for t in _tensors(args))
-        if name not in _DIVISIONS or len(args) < 2 or not isinstance(args[1], torch.Tensor):
+        if name not in _DIVISIONS or len(args) < 2:
             return False
+        if not isinstance(args[1], torch.Tensor):
+            return isinstance(args[1], int) and args[1] == 0
         divisor = local_part(args[1])
-        return _memory(divisor) in self._sums and bool((divisor == 0).any())
+        # A single whole number is a count too, wherever it was made: transformers' Trainer hands its models one.
+        counts = divisor.numel() == 1 and not divisor.is_floating_point() and not divisor.is_complex()
+        return (counts or _memory(divisor) in self._sums) and bool((divisor == 0).any())
 
     def _settle(self, tensor: torch.Tensor, origin: Origin | None, *, is_sum: bool = False) -> None:
         memory = _memory(tensor)
