@@ -430,8 +430,10 @@ def _judged(hit: Hit, origin: Origin | None, history: History, samples: list[int
 
 def _enlarged_by_one_update(hit: Hit, history: History) -> str:
     """Behind a model that normalises, the loss shows nothing of weights that one update has made enormous."""
-    widest = _widest_gain(hit.call) if hit.call is not None and history.steps else None
-    if hit.call is None or widest is None or widest[1] < _LOST_GAIN:
+    if hit.call is None or not history.steps:
+        return ""
+    widest = _widest_gain(hit.call)
+    if widest is None or widest[1] < _LOST_GAIN:
         return ""
     size = _deviation(hit.call, widest[0])
     rate = max((step.lr for step in history.before), default=0.0)
@@ -464,11 +466,12 @@ def _deviation(call: Call, parameter: str) -> float:
 
 
 def _widest_gain(call: Call) -> tuple[str, float] | None:
-    """The parameter that enlarges what passes through it most, and by how much."""
+    """The parameter that enlarges what passes through it most, and by how much. One in shards would ask all ranks."""
     gains = [
         (name, float(parameter.detach().float().std()) * math.sqrt(parameter[0].numel()))
         for name, parameter in call.unwrapped.named_parameters()
         if parameter.dim() >= 2 and parameter.shape[0] > 1 and finite(parameter)
+        if not hasattr(parameter, "_local_tensor")
     ]
     return max(gains, key=lambda gain: gain[1], default=None)
 
