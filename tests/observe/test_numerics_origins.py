@@ -205,8 +205,17 @@ def test_a_mean_over_nothing_is_a_division_by_an_empty_mask() -> None:
     assert origin is not None and (origin.site.op, origin.empty_divisor) == ("nll_loss", True)
 
 
-def test_a_division_by_a_zero_that_counts_nothing_is_no_empty_mask() -> None:
+@pytest.mark.parametrize("count", [torch.tensor(0), torch.zeros(1, dtype=torch.int32), 0])
+def test_a_division_by_a_count_that_is_handed_in_is_one_by_an_empty_mask(count: torch.Tensor | int) -> None:
+    origin = find(Net(lambda h: (h * 0).sum() / count), torch.randn(3, 4))
+    assert origin is not None and (origin.site.op, origin.empty_divisor) == ("div", True)
+
+
+@pytest.mark.parametrize("nothing", [torch.tensor(0.0), torch.zeros(4, dtype=torch.int64), 0.0])
+def test_a_division_by_a_zero_that_counts_nothing_is_no_empty_mask(nothing: torch.Tensor | float) -> None:
     origin = find(Net(lambda h: (h / (h - h)).sum()), torch.randn(3, 4))
+    assert origin is not None and (origin.site.op, origin.empty_divisor) == ("div", False)
+    origin = find(Net(lambda h: (h / nothing).sum()), torch.randn(3, 4))
     assert origin is not None and (origin.site.op, origin.empty_divisor) == ("div", False)
 
 

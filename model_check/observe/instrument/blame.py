@@ -31,6 +31,7 @@ from model_check.observe.numerics.origins import Origin
 from model_check.observe.numerics.ranges import ModuleRange, checkable
 
 _OUTLIER = 100.0
+_LOST_GAIN = 1000.0  # no model that learns has weights which enlarge so much; a wide embedding may reach 100
 _MOST_REPLAYS = 8  # of the forwards of a step with many passes
 _FIXES = {
     "MC401": ("look at the named line and the numbers that go into it", "lower the learning rate"),
@@ -425,10 +426,27 @@ def _judged(hit: Hit, origin: Origin | None, history: History, samples: list[int
     if found.code in ("MC401", "MC406") and (jump := history.rate_jump()) is not None:
         jumped = f"observed: the learning rate went from {jump[0]:g} to {jump[1]:g}, and the loss left its level"
         return Cause("MC405", (jumped, f"observed: losses {history.shown()}", *found.evidence))
-    if found.code == "MC401" and history.diverges_from_the_start():
-        grew = f"observed: the loss grew with every update since the first: {history.shown()}"
-        return Cause("MC405", (grew, f"observed: learning rate {step_rate:g}", *found.evidence))
+    # Of numbers that have grown without end the derivative overflows before the loss does: that is no pole.
+    if found.code in ("MC401", "MC402"):
+        loss = math.nan if hit.late else hit.loss  # of a late one the loss is among those before
+        if history.diverges_from_the_start(loss):
+            grew = f"observed: the loss grew with every update since the first: {history.shown(loss)}"
+            return Cause("MC405", (grew, f"observed: learning rate {step_rate:g}", *found.evidence))
+        if enlarged := _enlarged_by_one_update(hit, history):
+            return Cause("MC405", (enlarged, *found.evidence))
     return found
+
+
+def _enlarged_by_one_update(hit: Hit, history: History) -> str:
+    """Behind a model that normalises, the loss shows nothing of weights that one update has made enormous."""
+    if hit.call is None or not history.steps:
+        return ""
+    widest = _widest_gain(hit.call)
+    if widest is None or widest[1] < _LOST_GAIN:
+        return ""
+    size = _deviation(hit.call, widest[0])
+    rate = max((step.lr for step in history.before), default=0.0)
+    return _enlarges(history, rate, *widest, size) if rate >= RATE_SHARE * size else ""
 
 
 def _made_by_the_rate(hit: Hit, history: History, rate: float) -> tuple[str, ...]:
@@ -439,21 +457,30 @@ def _made_by_the_rate(hit: Hit, history: History, rate: float) -> tuple[str, ...
     widest = _widest_gain(hit.call) if hit.call is not None and history.steps else None
     if hit.call is None or widest is None or widest[1] < GAIN:
         return ()
-    size = float(hit.call.unwrapped.get_parameter(widest[0]).detach().float().std())
+    size = _deviation(hit.call, widest[0])
     # An optimizer like Adam moves each weight by about the rate: fewer updates cannot have made it so large.
     if not rate * history.steps >= RATE_SHARE * size:
         return ()
+    return _enlarges(history, rate, *widest, size), TOO_FAST
+
+
+def _enlarges(history: History, rate: float, parameter: str, gain: float, size: float) -> str:
     often = f"{history.steps} update{'s' if history.steps > 1 else ''}"
-    large = f"{widest[0]} (deviation {size:.3g}) enlarges what passes through it {widest[1]:.3g} times"
-    return f"observed: after {often} at a learning rate of {rate:g}, {large}", TOO_FAST
+    large = f"{parameter} (deviation {size:.3g}) enlarges what passes through it {gain:.3g} times"
+    return f"observed: after {often} at a learning rate of {rate:g}, {large}"
+
+
+def _deviation(call: Call, parameter: str) -> float:
+    return float(call.unwrapped.get_parameter(parameter).detach().float().std())
 
 
 def _widest_gain(call: Call) -> tuple[str, float] | None:
-    """The parameter that enlarges what passes through it most, and by how much."""
+    """The parameter that enlarges what passes through it most, and by how much. One in shards would ask all ranks."""
     gains = [
         (name, float(parameter.detach().float().std()) * math.sqrt(parameter[0].numel()))
         for name, parameter in call.unwrapped.named_parameters()
         if parameter.dim() >= 2 and parameter.shape[0] > 1 and finite(parameter)
+        if not hasattr(parameter, "_local_tensor")
     ]
     return max(gains, key=lambda gain: gain[1], default=None)
 

@@ -45,6 +45,10 @@ class UserCode:
             shown = self._shown[file] = self._classify(file)
             return shown
 
+    def path_of(self, shown: str) -> str | None:
+        """The file that is shown so, if it is the user's and has been met."""
+        return next((path for path, known in self._shown.items() if known == shown), None)
+
     def _classify(self, file: str) -> str | None:
         if file.startswith(_PACKAGE) and not file.startswith(_WATCHERS):
             self._ours.add(file)

@@ -104,6 +104,7 @@ class Guard:
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._probed: weakref.WeakKeyDictionary[Any, Probed] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
+        self._loss_places: dict[tuple[Place, tuple[int, int, int]], Place] = {}
         self._places: deque[Place] = deque(maxlen=_MOST_PASSES)  # of all backwards that this step's gradients come from
         self._pass_before: Pass | None = None  # the last backward, where that is one of the passes
         self._harmless_code: dict[Place | None, int] = {}
@@ -127,13 +128,17 @@ class Guard:
 
     # What the script does
 
-    def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def forward_begins(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: Any = None
+    ) -> Call | None:
         """What can wait until its kernels are queued is left to `_catch_up`."""
         self._stop = None  # somebody has caught it
         if self._settled:
             self._let_go()
         self._begun = call = self._inputs.begins(module, args, kwargs) if self.on else None
         self._learning = call is not None
+        if call is not None:
+            call.wrapper = wrapper
         return call
 
     def forward_ended(self, call: Call | None, result: Any) -> None:
@@ -160,7 +165,7 @@ class Guard:
         self._own.backward_begins(p for probed in self._probed.values() for p in probed.all)
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
-        self._last_place = Place.of(sys._getframe(1))
+        self._last_place = self._place_of_loss(Place.of(sys._getframe(1)), calls)
         self._look_behind_the_last_pass()
         if self._passes and self._passes[-1].gradients_are_gone():
             self._passes.clear()  # the script threw their gradients away
@@ -419,7 +424,7 @@ class Guard:
 
     def _modules(self) -> list[Any]:
         """Those that this step has called; asked for the names of their parameters when they are first met."""
-        modules = [call.module for call in self._inputs.calls if call.learns]
+        modules = list(dict.fromkeys(call.wrapper or call.module for call in self._inputs.calls if call.learns))
         for module in modules:
             if module not in self._named:
                 self._named.add(module)
@@ -436,6 +441,16 @@ class Guard:
 
     def _loss(self) -> float:
         return float(self._passes[-1].loss.value()) if self._passes else math.nan
+
+    def _place_of_loss(self, backward: Place | None, calls: list[Call]) -> Place | None:
+        """Asked once for each line: a step comes from the same ones again and again."""
+        called = next((call for call in reversed(calls) if call.learns), None)
+        if backward is None or called is None:
+            return backward
+        key = backward, called.site
+        if key not in self._loss_places:
+            self._loss_places[key] = backward.or_of_forward(called.line())
+        return self._loss_places[key]
 
     def _scaled_pass(self, root: Any, loss: Reading, calls: list[Call]) -> Pass:
         """A loss that is bad itself is not the scaler's doing: looked at while the graph still has its numbers. Nobody

@@ -38,9 +38,9 @@ class History:
     def losses(self) -> list[float]:
         return [step.loss for step in self.before if math.isfinite(step.loss)]
 
-    def diverges_from_the_start(self) -> bool:
-        """Every update since the first made the loss larger."""
-        losses = self.losses
+    def diverges_from_the_start(self, loss: float = math.nan) -> bool:
+        """Every update since the first made the loss larger. `loss`: of the step in progress, where it is finite."""
+        losses = [*self.losses, *([loss] if math.isfinite(loss) else [])]
         if not 2 <= len(losses) <= _EARLY_STEPS or self.steps > _EARLY_STEPS:
             return False
         return all(after > before for before, after in pairwise(losses)) and losses[-1] > _FAR * abs(losses[0])
@@ -56,5 +56,7 @@ class History:
                 return (slow, fast) if len(since) == len(steps) - number - 1 else None
         return None
 
-    def shown(self, most: int = 5) -> str:
-        return ", ".join(f"{loss:.4g}" for loss in self.losses[-most:])
+    def shown(self, loss: float = math.nan, most: int = 5) -> str:
+        """The newest; `loss` as above."""
+        losses = [*self.losses, *([loss] if math.isfinite(loss) else [])]
+        return ", ".join(f"{loss:.4g}" for loss in losses[-most:])

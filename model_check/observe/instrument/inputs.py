@@ -76,6 +76,7 @@ class Call:
     nodes: range  # sequence numbers of what it added to the graph
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
     nbytes: int = 0
+    wrapper: Any = None  # as whose forward the training step is run that made this call
     outputs: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
 
     @property

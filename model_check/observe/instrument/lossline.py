@@ -1,14 +1,17 @@
 """The line of an operation that the script computes outside any module, from the operation's name.
 
 Such code leaves no traceback. The line is the one between the forward call and `backward()` in the script's own
-function whose text holds that operation, if there is exactly one.
+function whose text holds that operation, if there is exactly one. Where a framework calls `backward()`, that function
+is the one that called the model: the one that started the framework knows nothing of a loss.
 """
 
 from __future__ import annotations
 
 import ast
 import linecache
-from dataclasses import dataclass
+import re
+import sys
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from model_check.observe.instrument.box import BOX
@@ -49,6 +52,8 @@ class Place:
     line: int
     function: str
     path: str
+    first: int = 0  # of the lines of that function in which the loss code may stand
+    last: int | None = None  # None: the line itself is the last, for what follows `backward()` is the next step's
 
     @classmethod
     def of(cls, frame: FrameType | None) -> Place | None:
@@ -65,15 +70,35 @@ class Place:
         shown = BOX.code.shown(path)
         return cls(shown, line, frame.f_code.co_name, path) if shown is not None else None
 
+    def or_of_forward(self, called: tuple[str, int, str] | None) -> Place:
+        """Where the loss code stands, if a framework calls backward: this is then the line that started the framework.
+
+        `called`: file, line and function from which the model was called. Of a loss that the framework was handed there
+        is nothing in the function that handed the whole loop to it.
+        """
+        if called is None:
+            return self
+        file, line, function = called
+        if (file, line) == (self.file, self.line):
+            return replace(self, first=line)
+        path = BOX.code.path_of(file)
+        if path is None or (file, function) == (self.file, self.function) or self._holds_the_loss():
+            return self
+        if function.startswith("<"):  # a lambda: no function of this name stands in the file
+            return Place(file, line, function, path, first=line)
+        return Place(file, line, function, path, last=sys.maxsize)
+
+    def _holds_the_loss(self) -> bool:
+        return re.search("backward|loss", linecache.getline(self.path, self.line), re.IGNORECASE) is not None
+
 
 def located(kind: str, place: Place | None, *, note: str = "", made_it: bool = False) -> LossOperation:
     """`kind`: of the operation, as autograd names it, without its suffix."""
     if place is None:
         return LossOperation(kind, made_it=made_it, note=note)
     lines = [number for number, words in _words_by_line(place) if words & _wanted(kind)]
-    # Once the loss line is reached, what follows `backward()` belongs to the next step.
-    before = [number for number in lines if number <= place.line]
-    line = before[0] if len(before) == 1 else 0
+    possible = [number for number in lines if place.first <= number <= (place.last or place.line)]
+    line = possible[0] if len(possible) == 1 else 0
     function = _function_at(place, line) if line else place.function
     return LossOperation(kind, place.file, line or place.line, function, made_it, note)
 
@@ -100,6 +125,14 @@ def _function_at(place: Place, line: int) -> str:
     return holds[-1].name if holds else "<module>"
 
 
+def _is_told_in_words(call: ast.Call) -> bool:
+    """self.log("loss", loss) is no logarithm."""
+    first = call.args[0] if call.args else None
+    return isinstance(first, (ast.JoinedStr, ast.Dict)) or (
+        isinstance(first, ast.Constant) and isinstance(first.value, str)
+    )
+
+
 def _words_by_line(place: Place) -> list[tuple[int, set[str]]]:
     """For each line of the function that calls backward: the operations that stand in it."""
     tree = _tree(place)
@@ -109,7 +142,7 @@ def _words_by_line(place: Place) -> list[tuple[int, set[str]]]:
         if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.Pow)):
             word = "div" if isinstance(node.op, ast.Div) else "pow"
             words.setdefault(node.lineno, set()).add(word)
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and not _is_told_in_words(node):
             name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
             if name:
                 words.setdefault(node.func.end_lineno or node.lineno, set()).add(str(name).lower())

@@ -20,11 +20,21 @@ FORWARDS_PER_STEP = 64
 class Now:
     """What is open at the moment. With slots: assigning to a class would throw away the interpreter's caches."""
 
-    __slots__ = ("backward", "data", "forward", "forwards_left", "optimizer", "optimizer_calls_another", "steps")
+    __slots__ = (
+        "backward",
+        "data",
+        "forward",
+        "forwards_left",
+        "optimizer",
+        "optimizer_calls_another",
+        "steps",
+        "wrapper",
+    )
 
     def __init__(self, backward: int = 0) -> None:
         self.data = 0
         self.forward = False
+        self.wrapper: Any = None  # the module that is called, while a framework runs a method of its own in there
         self.backward = backward
         self.forwards_left = FORWARDS_PER_STEP
         self.optimizer: tuple[Recorder, int] | None = None

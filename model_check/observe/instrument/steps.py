@@ -71,10 +71,12 @@ class Steps:
             _Watching.trends = self, Trends()
 
     @_harmless
-    def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """The outermost module is called."""
+    def forward_begins(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrapper: Any = None
+    ) -> Call | None:
+        """The outermost module is called; or the outermost of a training step that is run as the wrapper's forward."""
         self._tokens.forward_begins(module, args, kwargs)
-        return self.guard.forward_begins(module, args, kwargs)
+        return self.guard.forward_begins(module, args, kwargs, wrapper)
 
     @_harmless
     def forward_ended(
@@ -84,6 +86,11 @@ class Steps:
         REPLICAS.forward_seen(module, args, kwargs, self._done)
         if (trends := self._trends) is not None:
             trends.forward_ended(module, result)
+
+    @_harmless
+    def wrapper_ended(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training step was run as its forward: what that called has been told of already."""
+        REPLICAS.forward_seen(module, args, kwargs, self._done)
 
     @_harmless
     def forward_failed(self) -> None:

@@ -18,6 +18,7 @@ from model_check.observe.instrument.spans import Original, spanned
 
 _FORWARD = SpanKind("forward")
 _OPTIMIZER = SpanKind("optimizer")
+_WRAPPED = ("module", "_fsdp_wrapped_module")  # what DDP and FSDP call the module inside
 
 
 def forget_after_fork() -> None:
@@ -115,7 +116,8 @@ def patch_module_call(module: Any) -> None:
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         this = HERE.now
-        if this.forward or this.backward or this.data or torch.compiler.is_compiling():
+        inside = this.forward and this.wrapper is None
+        if inside or this.backward or this.data or torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         return _outermost_call(original, self, args, kwargs)
 
@@ -125,7 +127,7 @@ def patch_module_call(module: Any) -> None:
 def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recorder, this = BOX.recorder, open_here()
     # DataParallel calls replicas on threads of its own, in the middle of its forward.
-    if this.backward or "_is_replica" in module.__dict__:
+    if this.backward or "_is_replica" in module.__dict__ or (this.wrapper is not None and _is_only_a_way_in(module)):
         return original(module, *args, **kwargs)
     this.forwards_left -= 1
     if recorder is None or this.forwards_left < 0:
@@ -137,22 +139,39 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
         BOX.give_up(error)
         return original(module, *args, **kwargs)
     this.forward = True
+    around, this.wrapper = this.wrapper, module if _is_only_a_way_in(module) else None
     steps = _numbers(this)
-    call = steps.forward_begins(module, args, kwargs) if steps is not None else None
+    learns_by_itself = steps is not None and this.wrapper is None
+    call = steps.forward_begins(module, args, kwargs, around) if learns_by_itself else None
     try:
         result = original(module, *args, **kwargs)
     except BaseException as error:
-        if steps is not None:
+        if learns_by_itself:
             steps.forward_failed()
         BOX.end(recorder, _FORWARD, span, f"raised {type(error).__name__}")
         NOTES.left_a_call(error, "forward")
         raise
     finally:
-        this.forward = False
-    if steps is not None:
+        this.wrapper, this.forward = around, around is not None
+    if learns_by_itself:
         steps.forward_ended(module, args, kwargs, call, result)
+    elif steps is not None:
+        steps.wrapper_ended(module, args, kwargs)
     BOX.end(recorder, _FORWARD, span)
     return result
+
+
+def _is_only_a_way_in(module: Any) -> bool:
+    """Lightning calls DDP with a whole training step in place of the forward of the module inside, for this one call.
+
+    Nothing could be run once more: the step writes logs, it may even update the weights. The modules that it calls are
+    the model, and what it computes with their results is loss code, as without DDP.
+    """
+    parts = module.__dict__.get("_modules")
+    # A module of TorchScript keeps its parts in something else, and is called by nobody's framework in this way.
+    inner = [parts[name] for name in _WRAPPED if name in parts] if isinstance(parts, dict) else []
+    forwards = (known.__dict__.get("forward") for known in (module, *inner) if known is not None)
+    return any(getattr(forward, "__name__", "") == "wrapped_forward" for forward in forwards)
 
 
 def patch_autograd(module: Any) -> None:

@@ -39,6 +39,7 @@ _LIBRARIES = (
     f"{Path(torch.__file__).resolve().parent}/",
     *(f"{sysconfig.get_paths()[key]}/" for key in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # of another place too: a user's own, that of the system
 # Their results are not there yet, or hold whatever the memory held before.
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_dtensor", "fsdp", "symm_mem"})
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"})
@@ -260,10 +261,14 @@ class OriginFinder(TorchDispatchMode):
             return True  # its inputs are finite: only the number of labels that count can be at fault
         if name == "mean":
             return any(t.numel() == 0 for t in _tensors(args))
-        if name not in _DIVISIONS or len(args) < 2 or not isinstance(args[1], torch.Tensor):
+        if name not in _DIVISIONS or len(args) < 2:
             return False
+        if not isinstance(args[1], torch.Tensor):
+            return isinstance(args[1], int) and args[1] == 0
         divisor = local_part(args[1])
-        return _memory(divisor) in self._sums and bool((divisor == 0).any())
+        # A single whole number is a count too, wherever it was made: transformers' Trainer hands its models one.
+        counts = divisor.numel() == 1 and not divisor.is_floating_point() and not divisor.is_complex()
+        return (counts or _memory(divisor) in self._sums) and bool((divisor == 0).any())
 
     def _settle(self, tensor: torch.Tensor, origin: Origin | None, *, is_sum: bool = False) -> None:
         memory = _memory(tensor)
@@ -360,7 +365,8 @@ def _model_line(frame: FrameType | None, shown: Callable[[str], str]) -> tuple[s
     while frame is not None and frame.f_code.co_filename != _REPLAYS_A_SCRIPT:
         file = frame.f_code.co_filename
         ours = file.startswith(_PACKAGE) and not file.startswith(_RUNS_THE_MODEL)
-        if ours or not file.startswith(("<", _PACKAGE, *_LIBRARIES)):
+        theirs = file.startswith(("<", _PACKAGE, *_LIBRARIES)) or any(part in file for part in _INSTALLED)
+        if ours or not theirs:
             return f"{shown(file)}:{frame.f_lineno}", frame.f_code.co_name
         frame = frame.f_back
     return "", ""
