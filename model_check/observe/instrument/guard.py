@@ -424,7 +424,8 @@ class Guard:
 
     def _modules(self) -> list[Any]:
         """Those that this step has called; asked for the names of their parameters when they are first met."""
-        modules = list(dict.fromkeys(call.wrapper or call.module for call in self._inputs.calls if call.learns))
+        calls = [call for call in self._inputs.calls if call.learns]
+        modules = list(dict.fromkeys(call.module if call.wrapper is None else call.wrapper for call in calls))
         for module in modules:
             if module not in self._named:
                 self._named.add(module)
