@@ -62,7 +62,8 @@ def throughput(
     words += [word for path in files for word in ("--config", str(path))]
     words += [word for value in overrides or [] for word in ("--set", value)]
     with jobs_end_with_us():
-        result = measure_training(settings_for(resolved), words, steps, _LIMIT_S)
+        cached = resolved.origins["data.cache_dir"] != "default"
+        result = measure_training(settings_for(resolved), words, steps, _LIMIT_S, keeps_cache=cached)
     _show(
         "throughput",
         [asdict(result)],

@@ -53,15 +53,23 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextmanager
 def finished_job(
-    command: Sequence[str], arguments: Sequence[str], folder: Path, *, limit_s: float, environ: Mapping[str, str]
+    command: Sequence[str],
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    limit_s: float,
+    environ: Mapping[str, str],
+    cwd: Path | None = None,
 ) -> Iterator[Job]:
-    """Runs `command --run-dir FOLDER/run ARGUMENTS`; the logs of its ranks are removed on the way out."""
+    """Runs `command --run-dir FOLDER/run ARGUMENTS`; the logs of its ranks are removed on the way out.
+
+    `cwd`: where the paths among the arguments begin (default: the folder).
+    """
     run_dir = folder / "run"
     alone = {k: v for k, v in environ.items() if k not in _FOREIGN and not k.startswith(_SCHEDULER)}
     try:
-        yield Job(
-            call([*command, "--run-dir", str(run_dir), *arguments], limit_s=limit_s, environ=alone, cwd=folder), run_dir
-        )
+        words = [*command, "--run-dir", str(run_dir), *arguments]
+        yield Job(call(words, limit_s=limit_s, environ=alone, cwd=cwd or folder), run_dir)
     finally:
         logs = run_dir / "logs"
         if logs.is_symlink() and logs.resolve().name.startswith("model_check_logs_"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,22 @@ def test_steps_that_only_a_set_names_are_measured(capsys: pytest.CaptureFixture[
     ]
     [row] = bench(capsys, "throughput", *words)["rows"]
     assert row["steps"] == 6, "8 and not the 20 that nobody typed"
+
+
+@pytest.mark.slow
+def test_folders_are_named_from_where_the_user_is_and_nothing_is_left_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 128, **shape})
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["--preset", "debug", "--steps", "4", "--nproc", "1", "--set", "training.context_length=64"]
+    [row] = bench(capsys, "throughput", *words, "--set", "model.model_path=mine")["rows"]
+    assert row["steps"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from model_check.doctor.jobs import finished_job, scratch_folder
@@ -28,17 +29,23 @@ class Throughput:
     final_loss: float
 
 
-def measure_training(settings: Settings, arguments: Sequence[str], steps: int, limit_s: float) -> Throughput:
-    """`model-check train ARGUMENTS` for that many steps; the first quarter warms up and is not counted."""
-    sets = [word for value in QUIET for word in ("--set", value)]
+def measure_training(
+    settings: Settings, arguments: Sequence[str], steps: int, limit_s: float, *, keeps_cache: bool = False
+) -> Throughput:
+    """`model-check train ARGUMENTS` for that many steps; the first quarter warms up and is not counted.
+
+    The arguments may name files and folders from where we are: so does the run, which writes elsewhere. `keeps_cache`:
+    they name the folder of the tokenized data too.
+    """
     with (
         scratch_folder() as folder,
         finished_job(
             settings.train,
-            [*arguments, *sets, "--max-steps", str(steps)],
+            [*arguments, *_writing_to(folder, keeps_cache), "--max-steps", str(steps)],
             folder,
             limit_s=limit_s,
             environ=settings.environ,
+            cwd=Path.cwd(),
         ) as job,
     ):
         if job.problem:
@@ -47,6 +54,13 @@ def measure_training(settings: Settings, arguments: Sequence[str], steps: int, l
             )
         records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
     return summarised(records)
+
+
+def _writing_to(folder: Path, keeps_cache: bool) -> list[str]:
+    values = [*QUIET, f"checkpoint.dir={folder / 'checkpoints'}"]
+    if not keeps_cache:
+        values.append(f"data.cache_dir={folder / 'cache'}")
+    return [word for value in values for word in ("--set", value)]
 
 
 def summarised(records: Sequence[dict[str, Any]]) -> Throughput:
