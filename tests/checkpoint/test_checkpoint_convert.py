@@ -25,6 +25,7 @@ from model_check.config.shapes import ModelShape
 from model_check.engine import resume
 from model_check.errors import CheckpointError, UsageError
 from model_check.models import Llama, build_model
+from tests.signals import hear_signals
 
 SHAPE = ModelShape(
     num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24, vocab_size=64
@@ -257,7 +258,9 @@ def test_a_conversion_that_is_ended_leaves_nothing(tmp_path: Path, number: int, 
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + len(names) * size)
     command = [sys.executable, "-m", "model_check", "checkpoint", "convert", str(source), str(tmp_path / "x.pt")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=hear_signals
+    ) as running:
         while running.poll() is None and not any(path.stat().st_size for path in tmp_path.glob(".x.pt.*.tmp")):
             time.sleep(0.005)
         running.send_signal(number)

@@ -22,6 +22,7 @@ from model_check.cli.main import main
 from model_check.doctor import STAGES, Check, chosen_stages
 from model_check.errors import UsageError
 from tests.conftest import BIN, ROOT, Outcome, Shell
+from tests.signals import hear_signals
 
 CHECKS = [
     Check("memory", "ok", "21.8 GiB of memory, 2 cores"),
@@ -226,7 +227,10 @@ def test_a_trained_model_leaves_nothing_behind(shell: Shell) -> None:
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
 def test_a_doctor_that_is_ended_ends_its_job(shell: Shell, how: signal.Signals) -> None:
     command = [str(BIN / "model-check"), "doctor", "--only", "train"]
-    with subprocess.Popen(command, cwd=shell.folder, env=shell.environment(), stdout=subprocess.DEVNULL) as doctor:
+    env = shell.environment()
+    with subprocess.Popen(
+        command, cwd=shell.folder, env=env, stdout=subprocess.DEVNULL, preexec_fn=hear_signals
+    ) as doctor:
         us = psutil.Process(doctor.pid)
         deadline = time.monotonic() + 60
         while len(job := us.children(recursive=True)) < 2:

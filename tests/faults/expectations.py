@@ -229,6 +229,8 @@ FRAMEWORKS = (
     hang("lightning_rank0_log", "MC206 MC207", (0,), severity="error"),
     crash("trainer_collator_fails", "MC301", (1,), exit_code=1, says=("KeyError", "labels")),
     hang("accelerate_gather_main", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
+    slow("lightning_nan_sample", "MC404", (1,), says=("samples of the batch 5",)),
+    slow("trainer_log_of_zero", "MC401", (1,), says=("takes the logarithm of 0", "loss code")),
 )
 
 OTHER_LAUNCHERS = (

@@ -17,6 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -303,17 +304,18 @@ def results_in(output: str) -> list[str]:
 
 
 def observe_control(control: Control, folder: Path) -> Observation:
-    """Runs the control under the black box and compares it with itself under the plain launcher."""
+    """Runs the control under the black box and compares it with itself under the plain launcher, both at once."""
     seen = Observation()
     command = command_of(control.form, control.nproc, folder / "run", control.path, [])
-    with launched(command, folder, {}, control.stdin) as job:
+    with ThreadPoolExecutor(1) as beside, launched(command, folder, {}, control.stdin) as job:
+        plain_run = beside.submit(_plain_results, control, folder / "plain")
         if not job.wait(control.seconds + START_LIMIT_S):
             seen.problems.append(f"did not end within {control.seconds + START_LIMIT_S:.0f} s")
             job.process.kill()
             job.process.wait()
         seen.exit_code, seen.leftovers = job.process.returncode, leftovers_of(job.mark)
         seen.verdict, seen.output = job.verdict(), job.output
-    plain, plain_output = _plain_results(control, folder / "plain")
+    plain, plain_output = plain_run.result()
     seen.problems += control_problems(control, seen, plain)
     if not plain:
         seen.output += f"\n--- the plain run said:\n{plain_output}"

@@ -8,7 +8,7 @@ import pytest
 from expectations import CONTROLS, HEALTHY, Control
 from faultrun import empty_folder, observe_control
 
-pytestmark = [pytest.mark.xdist_group("faults"), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(

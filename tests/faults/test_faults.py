@@ -9,8 +9,7 @@ from _pytest.mark import ParameterSet
 from expectations import FAULTS, SCRIPTS, Fault
 from faultrun import empty_folder, observe_fault, why_not_here
 
-# One after the other even under xdist: the promise is about time.
-pytestmark = [pytest.mark.xdist_group("faults"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def cases() -> list[ParameterSet]:

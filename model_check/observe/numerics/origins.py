@@ -39,6 +39,7 @@ _LIBRARIES = (
     f"{Path(torch.__file__).resolve().parent}/",
     *(f"{sysconfig.get_paths()[key]}/" for key in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+_WHOLE = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})  # a bool counts nothing
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # of another place too: a user's own, that of the system
 # Their results are not there yet, or hold whatever the memory held before.
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_dtensor", "fsdp", "symm_mem"})
@@ -267,7 +268,7 @@ class OriginFinder(TorchDispatchMode):
             return isinstance(args[1], int) and args[1] == 0
         divisor = local_part(args[1])
         # A single whole number is a count too, wherever it was made: transformers' Trainer hands its models one.
-        counts = divisor.numel() == 1 and not divisor.is_floating_point() and not divisor.is_complex()
+        counts = divisor.numel() == 1 and divisor.dtype in _WHOLE
         return (counts or _memory(divisor) in self._sums) and bool((divisor == 0).any())
 
     def _settle(self, tensor: torch.Tensor, origin: Origin | None, *, is_sum: bool = False) -> None:
