@@ -17,10 +17,11 @@ from typing import Literal
 from model_check.errors import UsageError
 from model_check.launch.context import RankContext
 from model_check.launch.gpus import list_gpus
-from model_check.launch.injection import GuardMode, injected_environment
+from model_check.launch.injection import injected_environment
 from model_check.launch.job import JobResult, launch_job
 from model_check.launch.programs import Command
 from model_check.launch.supervisor import Supervisor
+from model_check.observe.instrument.box import GuardMode
 from model_check.rundir import RunDir
 
 

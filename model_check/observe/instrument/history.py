@@ -40,7 +40,7 @@ class History:
 
     def diverges_from_the_start(self, loss: float = math.nan) -> bool:
         """Every update since the first made the loss larger. `loss`: of the step in progress, where it is finite."""
-        losses = [*self.losses, *([loss] if math.isfinite(loss) else [])]
+        losses = self._and(loss)
         if not 2 <= len(losses) <= _EARLY_STEPS or self.steps > _EARLY_STEPS:
             return False
         return all(after > before for before, after in pairwise(losses)) and losses[-1] > _FAR * abs(losses[0])
@@ -58,5 +58,7 @@ class History:
 
     def shown(self, loss: float = math.nan, most: int = 5) -> str:
         """The newest; `loss` as above."""
-        losses = [*self.losses, *([loss] if math.isfinite(loss) else [])]
-        return ", ".join(f"{loss:.4g}" for loss in losses[-most:])
+        return ", ".join(f"{number:.4g}" for number in self._and(loss)[-most:])
+
+    def _and(self, loss: float) -> list[float]:
+        return [*self.losses, loss] if math.isfinite(loss) else self.losses
