@@ -14,6 +14,7 @@ import gc
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from model_check.engine.precision import Precision
 from model_check.engine.split_adamw import SplitAdamW
 from model_check.engine.step import TrainStep
 from model_check.models import apply_compile, build_model
+from model_check.models.attention import resolve_backend
 from model_check.models.fp8 import apply_fp8
 from model_check.plan.flops import count_flops_per_token
 from model_check.plan.peaks import peak_flops
@@ -46,9 +48,11 @@ def batch(args: argparse.Namespace, vocabulary: int) -> SimpleNamespace:
     )
 
 
-def ours(args: argparse.Namespace, shape: Any, *, state_dtype: torch.dtype, fp8: bool = False) -> Callable[[Any], None]:
+def ours(
+    args: argparse.Namespace, shape: Any, *, state_dtype: torch.dtype, fp8: bool = False, attention: str = "auto"
+) -> Callable[[Any], None]:
     """Model Check: bf16 parameters with an exact fp32 master, per-block compile, fused loss."""
-    model = build_model(shape, DEVICE, torch.bfloat16)
+    model = build_model(shape, DEVICE, torch.bfloat16, attention_backend=attention)
     if fp8:
         apply_fp8(model)
     apply_compile(model)
@@ -107,14 +111,16 @@ def peer(args: argparse.Namespace, shape: Any, *, dtype: torch.dtype) -> Callabl
 VARIANTS: dict[str, Callable[..., Callable[[Any], None]]] = {
     "model-check bf16, fp32 master": lambda a, s: ours(a, s, state_dtype=torch.float32),
     "model-check bf16, fp32 master, bf16 moments": lambda a, s: ours(a, s, state_dtype=torch.bfloat16),
-    "model-check fp8 blocks, fp32 master, bf16 moments": lambda a, s: ours(a, s, state_dtype=torch.bfloat16, fp8=True),
+    "model-check fp8, fp32 master, bf16 moments": lambda a, s: ours(a, s, state_dtype=torch.bfloat16, fp8=True),
+    "model-check bf16, fp32 master, cudnn": lambda a, s: ours(a, s, state_dtype=torch.float32, attention="cudnn"),
     "transformers bf16, no master": lambda a, s: peer(a, s, dtype=torch.bfloat16),
     "transformers fp32 master, bf16 autocast": lambda a, s: peer(a, s, dtype=torch.float32),
 }
 
 
 # What fits into one GPU together; the others by --only.
-TOGETHER = [name for name in VARIANTS if name != "model-check bf16, fp32 master, bf16 moments"]
+ALONE = ("model-check bf16, fp32 master, bf16 moments", "model-check bf16, fp32 master, cudnn")
+TOGETHER = [name for name in VARIANTS if name not in ALONE]
 
 
 def timed(step: Callable[[Any], None], data: Any, steps: int) -> float:
@@ -134,7 +140,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--only", default=None, help="run the one variant of this name")
+    parser.add_argument("--only", nargs="+", default=None, choices=list(VARIANTS), help="run these variants alone")
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     base = built_in_shape(args.model)
@@ -145,7 +151,7 @@ def main() -> None:
     flops, peak = count_flops_per_token(shape, args.context), peak_flops(torch.cuda.get_device_name(), "bf16")
     steps: dict[str, Callable[[Any], None]] = {}
     memory: dict[str, float] = {}
-    for name in [args.only] if args.only else TOGETHER:
+    for name in args.only or TOGETHER:
         make = VARIANTS[name]
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -180,7 +186,12 @@ def main() -> None:
         "benchmark": "throughput",
         "date": time.strftime("%Y-%m-%d"),
         "command": "python " + " ".join(sys.argv),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        or None,
         "gpu": torch.cuda.get_device_name(),
+        "attention": resolve_backend("auto", DEVICE, torch.bfloat16, shape.head_dim, False),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "shape": {"model": args.model, "layers": args.layers, "parameters": shape.parameters()},

@@ -137,7 +137,7 @@ def _shapes() -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in SHAPES:
-        shape = resolve_shape(load_config(overrides=[f"model.model_path={name}", "model.num_layers=null"]).model)
+        shape = resolve_shape(load_config(overrides=[f"model.model_path={name}"]).model)
         lines.append(
             f"| `{name}` | {shape.num_layers} | {shape.hidden_size} | {shape.num_heads} | {shape.num_kv_heads} | "
             f"{shape.intermediate_size} | {shape.vocab_size} | {shape.max_position} | "

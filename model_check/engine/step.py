@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from model_check.engine.gradient_norm import whole_norm
 from model_check.engine.passes import Passes, WholeModel
 from model_check.engine.place import Place
 from model_check.engine.precision import LossScale, Precision
@@ -25,11 +26,6 @@ class StepTensors:
     """
 
     packed: torch.Tensor
-
-
-def whole_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of gradients that this rank holds whole."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tuple(gradients), 2, dtype=torch.float32)))
 
 
 class TrainStep:

@@ -1,11 +1,13 @@
 """Causal attention: which kernel runs, and how packed documents are kept apart.
 
-    auto         cuDNN on Hopper and newer, FlashAttention on Ampere, PyTorch's choice elsewhere; flex with documents
+    auto         FlashAttention 4 on Hopper and newer if it is installed, else cuDNN; FlashAttention on Ampere;
+                 PyTorch's choice elsewhere; flex with documents
     sdpa         PyTorch's own choice among its kernels
     cudnn        cuDNN's fused kernel (half precision, CUDA)
     flash        PyTorch's FlashAttention
     flex         FlexAttention: skips the blocks that a document mask empties
     flash_attn   the flash-attn package, if it is installed
+    flash_attn_4 the flash-attn-4 package, if it is installed (half precision, Hopper and newer)
     math         plain matrix products; slow, for comparison
 
 Grouped-query attention never expands keys and values where the kernel can share them.
@@ -14,6 +16,7 @@ Grouped-query attention never expands keys and values where the kernel can share
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from model_check.errors import ModelError
 
-BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "math")
+BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "flash_attn_4", "math")
 AttentionMask: TypeAlias = "Tensor | BlockMask | None"
 MaskBuilder: TypeAlias = "Callable[[str, Tensor, Tensor | None], AttentionMask]"
 
@@ -44,11 +47,33 @@ def check_backend_name(name: str) -> None:
         raise ModelError(
             f"model.attention_backend={name!r} is not a backend", remedy=f"choose one of {', '.join(BACKENDS)}"
         )
-    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+    if name == "flash_attn":
+        _check_importable(name, "flash_attn", "pip install flash-attn --no-build-isolation")
+    if name == "flash_attn_4":
+        _check_importable(name, "flash_attn.cute.interface", 'pip install "flash-attn-4[cu13]"')
+
+
+def _check_importable(name: str, module: str, command: str) -> None:
+    problem = _import_problem(module)
+    if problem is not None:
         raise ModelError(
-            "model.attention_backend='flash_attn' needs the flash-attn package, which is not installed",
-            remedy="pip install flash-attn --no-build-isolation, or set model.attention_backend to auto",
+            f"model.attention_backend={name!r} needs the {name.replace('_', '-')} package, which {problem}",
+            remedy=f"{command}, or set model.attention_backend to auto",
         )
+
+
+@functools.lru_cache(maxsize=2)
+def _import_problem(module: str) -> str | None:
+    """Why a kernel's package cannot be used; None where it can. `auto` must not end a run over a broken package."""
+    package = importlib.util.find_spec("flash_attn")
+    # Both packages share the folder flash_attn. Where version 4 is alone in it, it has no __init__.py.
+    if package is None or (module == "flash_attn" and package.origin is None):
+        return "is not installed"
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a compiled package raises
+        return f"cannot be imported ({type(error).__name__}: {error})"
+    return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,20 +94,32 @@ def _best_backend(device: torch.device, dtype: torch.dtype, head_dim: int, docum
     if dtype not in _HALF or head_dim % 8:
         return "sdpa"
     capability = torch.cuda.get_device_capability(device)
+    if _flash_attention_4_fits(device, dtype, head_dim) and _import_problem("flash_attn.cute.interface") is None:
+        return "flash_attn_4"
     if capability >= _HOPPER and head_dim <= 128 and torch.backends.cudnn.is_available():
         return "cudnn"
     return "flash" if capability >= _AMPERE and head_dim <= 256 else "sdpa"
 
 
+def _flash_attention_4_fits(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    if device.type != "cuda" or dtype not in _HALF:
+        return False
+    return torch.cuda.get_device_capability(device) >= _HOPPER and head_dim in (64, 96, 128)
+
+
 def _check_backend_fits(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, documents: bool) -> None:
     key = f"model.attention_backend={name!r}"
-    if name in ("cudnn", "flash_attn") and device.type != "cuda":
+    if name in ("cudnn", "flash_attn", "flash_attn_4") and device.type != "cuda":
         raise ModelError(f"{key} needs a CUDA device, and the model is on {device.type}", remedy="set it to auto")
-    needs_half = name in ("cudnn", "flash_attn") or (name == "flash" and device.type == "cuda")
+    needs_half = name in ("cudnn", "flash_attn", "flash_attn_4") or (name == "flash" and device.type == "cuda")
     if needs_half and dtype not in _HALF:
         raise ModelError(
             f"{key} computes in bf16 or fp16, and the model runs in {str(dtype).removeprefix('torch.')}",
             remedy="set training.precision to bf16, or the backend to sdpa",
+        )
+    if name == "flash_attn_4" and not _flash_attention_4_fits(device, dtype, head_dim):
+        raise ModelError(
+            f"{key} needs a Hopper GPU or newer and heads 64, 96 or 128 wide, not {head_dim}", remedy="set it to auto"
         )
     largest_head = {"cudnn": 128, "flash": 256, "flash_attn": 256}.get(name)
     if device.type == "cuda" and largest_head is not None and head_dim > largest_head:
@@ -114,6 +151,10 @@ def build_mask(backend: str, tokens: Tensor, document_ids: Tensor | None) -> Att
 
 def attend(query: Tensor, key: Tensor, value: Tensor, backend: str, mask: AttentionMask = None) -> Tensor:
     """Causal attention over [batch, length, heads, head_dim]; `mask` is what `build_mask` made."""
+    if backend == "flash_attn_4":
+        from model_check.models.flash_attention_4 import flash_attention_4
+
+        return flash_attention_4(query, key, value)
     if backend == "flash_attn":
         from flash_attn import flash_attn_func
 

@@ -9,7 +9,7 @@ import torch
 
 from model_check.config.shapes import ModelShape
 from model_check.models import apply_compile, build_model
-from model_check.models.attention import resolve_backend
+from model_check.models.attention import _import_problem, resolve_backend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +51,14 @@ def test_backends_agree_with_float32(backend: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_flash_attention_4_agrees_with_float32_and_repeats_its_bits(compiled: bool) -> None:
+    pytest.importorskip("flash_attn.cute.interface")
+    test_backends_agree_with_float32("flash_attn_4", compiled)
+    first, second = (gradients_of("flash_attn_4", BF16, compiled) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "flex"])
 def test_documents_agree_with_float32(backend: str, compiled: bool) -> None:
     truth = gradients_of("math", torch.float32, documents=documents())
@@ -63,7 +71,8 @@ def test_documents_agree_with_float32(backend: str, compiled: bool) -> None:
 def test_auto_takes_the_fastest_that_fits() -> None:
     device = torch.device("cuda", 0)
     hopper = torch.cuda.get_device_capability(0) >= (9, 0)
-    assert resolve_backend("auto", device, BF16, 128, False) == ("cudnn" if hopper else "flash")
+    newest = "flash_attn_4" if _import_problem("flash_attn.cute.interface") is None else "cudnn"
+    assert resolve_backend("auto", device, BF16, 128, False) == (newest if hopper else "flash")
     assert resolve_backend("auto", device, BF16, 256, False) == "flash"
     assert resolve_backend("auto", device, torch.float32, 128, False) == "sdpa"
     assert resolve_backend("auto", device, BF16, 128, True) == "flex"

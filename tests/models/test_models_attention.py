@@ -101,9 +101,13 @@ def test_an_unknown_backend_is_refused_at_construction() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_flash_attn_that_is_not_installed_names_the_package() -> None:
-    with pytest.raises(ModelError, match=r"needs the flash-attn package.*pip install flash-attn"):
-        Llama(SHAPE, attention_backend="flash_attn")
+@pytest.mark.parametrize("backend", ["flash_attn", "flash_attn_4"])
+def test_a_kernel_that_is_not_installed_names_its_package(backend: str) -> None:
+    package = backend.replace("_", "-")
+    with pytest.raises(
+        ModelError, match=rf"needs the {package} package, which is not installed; pip install .*{package}"
+    ):
+        Llama(SHAPE, attention_backend=backend)
 
 
 def test_training_with_flex_on_the_cpu_says_that_it_cannot() -> None:
