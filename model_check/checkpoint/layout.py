@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -31,12 +31,19 @@ from model_check.checkpoint.manifest import MANIFEST
 LATEST = "latest"
 CONTINUES = "continues"
 WRITER = "writer.lock"
+_STEP = re.compile(r"step_(\d+)")
 _COMMITTED = re.compile(r"step_(\d{8,})")
 _ASIDE = re.compile(r"\.(?:staging|replaced|discarded)-.+@(?P<host>[^@]*)\.(?P<pid>\d+)")
 
 
 def folder_name(step: int) -> str:
     return f"step_{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint, finished or not."""
+    match = _STEP.search(checkpoint.name)
+    return int(match[1]) if match else -1
 
 
 def owner() -> str:
@@ -134,7 +141,7 @@ def origin(lineage: Path) -> Path | None:
 def commit(staging: Path, target: Path) -> None:
     """One rename makes it a checkpoint. An older one of the same step, which was passed over, moves out of its way."""
     if target.exists():
-        _discard(target, "replaced")
+        discard(target, "replaced")
     staging.rename(target)
     _sync_folder(target.parent)
     point_latest(target.parent, target)
@@ -149,17 +156,31 @@ def point_latest(folder: Path, target: Path) -> None:
     scratch.replace(folder / LATEST)
 
 
-def retain(lineage: Path, *, last: int, every: int, best: int | None) -> list[Path]:
-    """Removes all but the last N, every K-th step and the best; returns what was removed."""
-    steps = {path: int(path.name.removeprefix("step_")) for path in committed(lineage)}
-    kept = set(list(steps)[-last:])
-    removed = []
-    for path, step in steps.items():
-        if path in kept or step == best or (every and (step + 1) % every == 0):
-            continue
-        _discard(path, "discarded")
-        removed.append(path)
-    return removed
+def surplus(
+    lineage: Path, saved: Path, counts: Container[int], *, last: int, every: int, best: int | None
+) -> list[Path]:
+    """What need not be kept: older than the last N that count, no K-th step, not the best, not what was just saved.
+
+    counts: the steps whose checkpoints are sound. Others use up no place among the last N, and stay among them.
+    """
+    found = {step_of(path): path for path in committed(lineage)}
+    newest = [step for step in found if step in counts][-last:]
+    return [
+        path
+        for step, path in found.items()
+        if newest
+        and step < newest[0]
+        and path != saved
+        and step != best
+        and not (every and (step + 1) % every == 0)
+        and not _is_needed_by_a_branch(path)
+    ]
+
+
+def _is_needed_by_a_branch(checkpoint: Path) -> bool:
+    """A lineage beside this one began from it and has saved nothing yet."""
+    branches = [path for path in _children(checkpoint.parent.parent) if (path / CONTINUES).exists()]
+    return any(origin(path) == checkpoint.resolve() and not committed(path) for path in branches)
 
 
 def remove_leftovers(lineage: Path, *, whose: str) -> list[Path]:
@@ -185,7 +206,7 @@ def best_step(losses: Mapping[int, float]) -> int | None:
     return min(losses, key=lambda step: (losses[step], -step)) if losses else None
 
 
-def _discard(path: Path, why: str) -> None:
+def discard(path: Path, why: str) -> None:
     """Renamed first: a kill during the removal must not leave half a checkpoint under a committed name."""
     aside = path.with_name(f".{why}-{path.name}@{owner()}")
     path.rename(aside)

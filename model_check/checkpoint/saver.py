@@ -17,15 +17,19 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from model_check.checkpoint import layout
+from model_check.checkpoint.layout import step_of
 from model_check.checkpoint.manifest import Manifest, TensorEntry
 from model_check.checkpoint.parts import Part, Written, write_parts
 from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.search import verify_together
 from model_check.checkpoint.shards import collect_parts
 from model_check.checkpoint.staging import Limits, Staged, Staging
+from model_check.checkpoint.verify import check_sizes
 from model_check.errors import CheckpointError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -33,6 +37,9 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _ROOM_BESIDES_TENSORS = 1 << 16
 # More than this many writers only wait for each other at the disk.
 _MOST_WRITERS = 4
+
+
+Fault = tuple[int, str]  # the number and the text of an OSError, or 0 and the text of another failure
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,9 @@ class Saver:
         self._saved: list[Saved] = []
         self._claim: IO[str] | None = None
         self.lineage, self._owner = self._agree_on_folder(directory, lineage, origin, name)
+        self._origin = origin.resolve() if origin is not None else None
+        # Training goes on from an earlier one, so these were found to be damaged.
+        self._damaged = {path for path in layout.committed(self.lineage) if self._is_after_origin(path)}
         self.shared = lineage if lineage is not None and self.lineage != lineage else None
 
     def _agree_on_folder(
@@ -114,6 +124,10 @@ class Saver:
             raise answer
         assert answer is not None, "rank 0 always answers"
         return answer
+
+    def _is_after_origin(self, path: Path) -> bool:
+        origin = self._origin
+        return origin is not None and path.parent.resolve() == origin.parent and step_of(path) > step_of(origin)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Makes memory for background saves of such a state, beside training. Collective; does nothing on the CPU."""
@@ -234,9 +248,11 @@ class Saver:
             if fault is None and self._peers.is_first:
                 everything = [entry for _, entries in reports for entry in entries]
                 fault = self._attempt(lambda: self._commit(staging, target, step, everything, extra))
-            untidy = self._attempt(self._retain) if fault is None and self._peers.is_first else None
-            fault, untidy = self._peers.from_first((fault, untidy))
-            if fault is None and untidy is not None:
+            fault = self._peers.from_first(fault)
+            untidy: Fault | None = None
+            if fault is None:
+                fault, untidy = self._discard_surplus(target)
+            if untidy is not None:
                 return _untidy_error(self.lineage, untidy), needed
         if fault is None:
             return None, needed
@@ -245,7 +261,7 @@ class Saver:
         return _save_error(step, self.lineage, fault, needed, free), needed
 
     @staticmethod
-    def _attempt(work: Any) -> tuple[int, str] | None:
+    def _attempt(work: Any) -> Fault | None:
         """The error number and text of a failure of `work`: plain data, for peers that would wait for ever untold."""
         try:
             work()
@@ -275,21 +291,44 @@ class Saver:
                 raise OSError(errno.EIO, f"{name} has {found} bytes on disk instead of {size}")
         Manifest(step, self._peers.world_size, time.time(), files, tensors, extra).write(staging)
         layout.commit(staging, target)
+        self._damaged.discard(target)
 
-    def _retain(self) -> None:
+    def _discard_surplus(self, saved: Path) -> tuple[Fault | None, Fault | None]:
+        """A fault of the new checkpoint and one of the removal. Collective.
+
+        What training was resumed from is removed only after every rank has read back its share of the new one.
+        """
+        surplus: list[Path] = []
+        untidy = self._attempt(lambda: surplus.extend(self._surplus(saved))) if self._peers.is_first else None
+        if self._peers.from_first(any(path.resolve() == self._origin for path in surplus)):
+            try:
+                verify_together(saved, self._peers)
+            except CheckpointError as error:
+                self._damaged.add(saved)
+                return (errno.EIO, error.message), None
+            self._origin = None
+        for path in surplus:
+            untidy = untidy or self._attempt(partial(layout.discard, path, "discarded"))
+        return None, self._peers.from_first(untidy)
+
+    def _surplus(self, saved: Path) -> list[Path]:
+        sound: set[int] = set()
         losses = {}
-        if self._retention.best:
-            for path in layout.committed(self.lineage):
-                try:
-                    manifest = Manifest.read(path)
-                except CheckpointError:
-                    continue  # damaged: it cannot be the best, and the search for a checkpoint names it
-                loss = manifest.extra.get("val_loss")
-                if isinstance(loss, (int, float)) and math.isfinite(loss):  # NaN is not less than any other
-                    losses[manifest.step] = float(loss)
-        layout.retain(
-            self.lineage, last=self._retention.last, every=self._retention.every, best=layout.best_step(losses)
-        )
+        for path in layout.committed(self.lineage):
+            try:
+                manifest = check_sizes(path)
+            except CheckpointError:
+                continue  # the search for a checkpoint names it
+            # A later step than this one was passed over when training went back behind it.
+            if path in self._damaged or manifest.step > step_of(saved):
+                continue
+            sound.add(manifest.step)
+            loss = manifest.extra.get("val_loss")
+            if isinstance(loss, (int, float)) and math.isfinite(loss):  # NaN is not less than any other
+                losses[manifest.step] = float(loss)
+        keep = self._retention
+        best = layout.best_step(losses) if keep.best else None
+        return layout.surplus(self.lineage, saved, sound, last=keep.last, every=keep.every, best=best)
 
 
 def free_bytes(folder: Path) -> int:
@@ -303,24 +342,29 @@ def free_bytes(folder: Path) -> int:
             folder = folder.absolute().parent
 
 
-def _untidy_error(folder: Path, fault: tuple[int, str]) -> CheckpointError:
-    return CheckpointError(
+class UntidyError(CheckpointError):
+    """The new checkpoint is whole; older ones could not be removed."""
+
+
+def _untidy_error(folder: Path, fault: Fault) -> CheckpointError:
+    return UntidyError(
         f"old checkpoints in {folder} could not be removed: {fault[1]}",
         remedy="remove them by hand before the disk is full; the new one is whole",
         code="MC608",
     )
 
 
-def _save_error(step: int, folder: Path, fault: tuple[int, str], needed: int, free: int) -> CheckpointError:
+def _save_error(step: int, folder: Path, fault: Fault, needed: int, free: int) -> CheckpointError:
     number, text = fault
+    older = "; older checkpoints are intact" if layout.committed(folder) else "; there is no older checkpoint"
     if number in _NO_ROOM:
         return CheckpointError(
             f"the checkpoint of step {step} needs {needed:,} bytes, {free:,} are free in {folder} ({text})",
-            remedy="free space, lower checkpoint.keep, or set checkpoint.dir to another disk; older ones are intact",
+            remedy=f"free space, lower checkpoint.keep, or set checkpoint.dir to another disk{older}",
             code="MC604",
         )
     return CheckpointError(
         f"the checkpoint of step {step} could not be written to {folder}: {text}",
-        remedy="check the disk, or set checkpoint.dir to another one; older checkpoints are intact",
+        remedy=f"check the disk, or set checkpoint.dir to another one{older}",
         code="MC608",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from model_check.checkpoint.peers import Peers
 from model_check.checkpoint.verify import Checkpoint, verify
 from model_check.errors import CheckpointError
 
+Candidate = tuple[Path, CheckpointError | None]
 Misfit = Callable[[Manifest], CheckpointError | None]
 
 
@@ -24,16 +26,34 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
 
-def newest(directory: Path, peers: Peers, misfit: Misfit, *, lineage: Path | None = None) -> Found:
-    """The newest checkpoint in the directory (or in one lineage of it, or what that began from) that verifies and fits.
+def newest(
+    directory: Path,
+    peers: Peers,
+    misfit: Misfit,
+    *,
+    lineage: Path | None = None,
+    is_other_data: Callable[[Manifest], bool] = lambda manifest: False,
+    experiment: str | None = None,
+) -> Found:
+    """The highest step that verifies and fits: of `lineage` (or of what it began from), or of one in the directory.
 
-    Where there are whole checkpoints and none of them fits the model, or a branch has lost what it began from, it
-    raises rather than starting over unasked.
+    Without `lineage`, model and data say which lineages may be continued; of several, one of the same `experiment`.
+    Where that leaves a choice, where nothing fits, or where a branch has lost what it began from, it raises rather
+    than starting over unasked.
     """
     notes: list[str] = []
     first_misfit: CheckpointError | None = None
     chosen: Checkpoint | None = None
-    candidates, began_from = peers.from_first(_candidates(directory, lineage) if peers.is_first else None)
+    answer: CheckpointError | tuple[list[Candidate], Path | None] | None = None
+    if peers.is_first and lineage is not None:
+        answer = _of_one_lineage(lineage)
+    elif peers.is_first:
+        answer = _of_all_lineages(directory, misfit, is_other_data, experiment)
+    answer = peers.from_first(answer)
+    if isinstance(answer, CheckpointError):
+        raise answer
+    assert answer is not None, "rank 0 always answers"
+    candidates, began_from = answer
     for path, fault in candidates:
         try:
             if fault is not None:
@@ -60,7 +80,7 @@ def newest(directory: Path, peers: Peers, misfit: Misfit, *, lineage: Path | Non
     return Found(chosen, lineage or chosen.path.parent, notes)
 
 
-def named(path: Path, directory: Path, peers: Peers, misfit: Misfit) -> Found:
+def named(path: Path, directory: Path, peers: Peers, misfit: Misfit, *, experiment: str | None = None) -> Found:
     """The checkpoint at `path`, or the newest below it. Nothing is passed over in silence: damage raises."""
     if not path.is_dir():
         raise CheckpointError(
@@ -68,7 +88,7 @@ def named(path: Path, directory: Path, peers: Peers, misfit: Misfit) -> Found:
         )
     path = path.resolve()
     if not (path / MANIFEST).exists() and layout.lineages(path):
-        found = newest(path, peers, misfit)
+        found = newest(path, peers, misfit, experiment=experiment)
         if found.checkpoint is None:
             raise CheckpointError(
                 f"no checkpoint in {path} is whole ({'; '.join(found.notes[:-1])})",
@@ -92,31 +112,71 @@ def _to_continue(checkpoint: Checkpoint | None, directory: Path) -> Path | None:
     return lineage if is_newest and lineage.parent == directory.resolve() else None
 
 
-def _candidates(directory: Path, lineage: Path | None) -> tuple[list[tuple[Path, CheckpointError | None]], Path | None]:
-    """Newest first, with the fault of those that need no reading to be ruled out; and what the lineage began from."""
-    dated: list[tuple[float, Path, CheckpointError | None]] = []
-    for folder in [lineage] if lineage is not None else layout.lineages(directory):
-        for path in layout.unfinished(folder):
-            unfinished = CheckpointError(
-                f"{path} was never finished", remedy="nothing: it is removed when its run is gone", code="MC603"
-            )
-            dated += [(changed, path, unfinished) for changed in _changed_at(path)]
-        for path in layout.committed(folder):
-            try:
-                dated.append((Manifest.read(path).saved_at, path, None))
-            except CheckpointError as error:
-                dated += [(changed, path, error) for changed in _changed_at(path)]
-    found = [(path.resolve(), fault) for _, path, fault in sorted(dated, key=lambda entry: entry[0], reverse=True)]
-    began_from = layout.origin(lineage) if lineage is not None else None
+def _of_one_lineage(lineage: Path) -> tuple[list[Candidate], Path | None]:
+    began_from = layout.origin(lineage)
+    found = _highest_step_first(lineage)
     return ([*found, (began_from, None)] if began_from is not None else found), began_from
 
 
-def _changed_at(path: Path) -> list[float]:
-    """When a folder was last changed; nothing where it is gone, since another run commits and tidies up meanwhile."""
-    try:
-        return [path.stat().st_mtime]
-    except FileNotFoundError:
-        return []
+def _of_all_lineages(
+    directory: Path, misfit: Misfit, is_other_data: Callable[[Manifest], bool], experiment: str | None
+) -> CheckpointError | tuple[list[Candidate], None]:
+    """What may be continued, and in front of it what is passed over; an error where the user must choose."""
+    ours: list[tuple[Path, Checkpoint]] = []
+    others: list[Checkpoint] = []
+    passed_over: list[Candidate] = []
+    for lineage in layout.lineages(directory):
+        head = _head(lineage)
+        if head is None:
+            passed_over += _highest_step_first(lineage)
+        elif misfit(head.manifest) is not None:
+            passed_over.append((head.path, None))
+        elif is_other_data(head.manifest):
+            others.append(head)
+        else:
+            ours.append((lineage, head))
+    if others and not ours:
+        return _choice("only checkpoints of this model that were trained on other data are there", others, "MC609")
+    same = [(lineage, head) for lineage, head in ours if head.manifest.extra.get("experiment") == experiment]
+    if len(ours) > 1 and not same:
+        return _choice("several trainings of this model on this data are there", [head for _, head in ours], "MC610")
+    saved_last_first = sorted(
+        same if len(ours) > 1 else ours, key=lambda entry: entry[1].manifest.saved_at, reverse=True
+    )
+    return passed_over + [found for lineage, _ in saved_last_first for found in _highest_step_first(lineage)], None
+
+
+def _choice(what: str, heads: list[Checkpoint], code: str) -> CheckpointError:
+    choices = "".join(
+        f"\n  --resume {head.path}   (saved {time.strftime('%Y-%m-%d %H:%M', time.localtime(head.manifest.saved_at))})"
+        for head in heads
+    )
+    return CheckpointError(
+        f"--resume auto cannot tell which training to continue: {what}",
+        remedy=f"name one, or leave out --resume to start afresh:{choices}",
+        code=code,
+    )
+
+
+def _head(lineage: Path) -> Checkpoint | None:
+    """The highest step whose manifest can be read."""
+    for path in reversed(layout.committed(lineage)):
+        try:
+            return Checkpoint(path.resolve(), Manifest.read(path))
+        except CheckpointError:
+            continue
+    return None
+
+
+def _highest_step_first(lineage: Path) -> list[Candidate]:
+    """Not by wall-clock time, which may be set back. With the fault of those that were never finished."""
+    found: list[Candidate] = [(path.resolve(), None) for path in layout.committed(lineage)]
+    for path in layout.unfinished(lineage):
+        unfinished = CheckpointError(
+            f"{path} was never finished", remedy="nothing: it is removed when its run is gone", code="MC603"
+        )
+        found.append((path.resolve(), unfinished))
+    return sorted(found, key=lambda candidate: layout.step_of(candidate[0]), reverse=True)
 
 
 def verify_together(path: Path, peers: Peers) -> Checkpoint:

@@ -27,8 +27,7 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> Checkpoint:
 
     The manifest and the sizes of all files are checked by everyone; they cost nothing.
     """
-    manifest = Manifest.read(path)
-    _check_files(path, manifest)
+    manifest = check_sizes(path)
     opened: BinaryIO | None = None
     try:
         for index, (tensor, chunk) in enumerate(manifest.chunks()):
@@ -49,7 +48,9 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def _check_files(path: Path, manifest: Manifest) -> None:
+def check_sizes(path: Path) -> Manifest:
+    """The manifest; raises CheckpointError where it or a file is missing or has another size. Reads no tensors."""
+    manifest = Manifest.read(path)
     for name, size in manifest.files.items():
         file = path / name
         if not file.is_file():
@@ -59,6 +60,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{file} has {found} bytes instead of {size}", remedy="resume from another checkpoint", code="MC601"
             )
+    return manifest
 
 
 def _check_chunk(file: BinaryIO, tensor: str, chunk: Chunk) -> None:

@@ -62,6 +62,12 @@ def progress_of(manifest: Manifest) -> Progress:
     return found
 
 
+def is_other_data(manifest: Manifest, now: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was trained on other tokens. Their order, which the seed decides, makes no difference."""
+    then = manifest.extra.get("data")
+    return isinstance(then, dict) and "tokens" in then and then["tokens"] != now.get("tokens")
+
+
 def data_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What to tell the user where a place in the data of a checkpoint is no place in today's; nothing where it is."""
     changes = [

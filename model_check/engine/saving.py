@@ -115,6 +115,10 @@ class Saving:
                 f"training waited {waited:.2f} s: {saved.path}"
             )
             return
+        from model_check.checkpoint.saver import UntidyError
+
+        if isinstance(saved.error, UntidyError):
+            self.committed = saved.step
         self.failure = saved.error
         self._say(f"checkpoint: {saved.error}")
 
@@ -124,14 +128,16 @@ class Saving:
         self.report()
 
     def finish(self, last: StepInfo | None) -> None:
-        """Saves once more if the run was asked to stop, waits for what is under way; raises where that is the rule."""
+        """Saves once more if the run was asked to stop, waits for the rest; raises where the last save failed."""
         if last is not None and last.stop and last.step != self._begun and not self.must_stop:
             self.save(last, wait=True)
         with span("save", str(self._saver.lineage)):
             self._saver.close()
         self.report()
-        if self.failure is not None and last is not None and self.committed != last.step:
+        is_unsaved = self.failure is not None and last is not None and self.committed != last.step
+        if is_unsaved and last is not None:
             newest = "this run saved none" if self.committed is None else f"the newest is of step {self.committed}"
             self._say(f"checkpoint: the state after step {last.step} is not saved; {newest}")
-        if self.must_stop and self.failure is not None:
+        # A request to stop has an exit code of its own for a state that is not saved.
+        if self.failure is not None and (self.must_stop or (is_unsaved and last is not None and not last.stop)):
             raise self.failure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from model_check.checkpoint.verify import Checkpoint
-from model_check.config import Config
+from model_check.config import Config, to_jsonable
 from model_check.data import Cursor, PackedCache
 from model_check.engine import resume
 from model_check.engine.place import Place
@@ -55,6 +57,14 @@ class Session:
     tokens_before: int = 0
     continued: Path | None = None  # the checkpoint it goes on from
 
+    @property
+    def experiment(self) -> str:
+        """The same for two runs that train the same thing in the same way, for whatever number of steps."""
+        values = to_jsonable(self.config)["values"]
+        training = {key: value for key, value in values["training"].items() if key != "max_steps"}
+        what = [training, values["model"], values["data"], self.config.system.seed]
+        return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
     def state(self) -> dict[str, Any]:
         """Every tensor that a checkpoint holds, by name."""
         return {
@@ -74,6 +84,7 @@ class Session:
             "data": self.loader.identity,
             "loss_scale": self.train_step.loss_scale.state_dict(),
             "val_loss": val_loss,
+            "experiment": self.experiment,
             "strategy": self.config.parallel.strategy,
             "shape": shape,
         }

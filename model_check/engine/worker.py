@@ -359,9 +359,16 @@ def continue_from(
         return resume.misfit(manifest, shapes)
 
     if wanted == "auto":
-        found = search.newest(directory, peers, misfit, lineage=lineage)
+        found = search.newest(
+            directory,
+            peers,
+            misfit,
+            lineage=lineage,
+            is_other_data=lambda manifest: resume.is_other_data(manifest, session.loader.identity),
+            experiment=session.experiment,
+        )
     else:
-        found = search.named(Path(wanted), directory, peers, misfit)
+        found = search.named(Path(wanted), directory, peers, misfit, experiment=session.experiment)
     notes = list(found.notes)
     if found.checkpoint is not None:
         notes += session.restore(found.checkpoint)

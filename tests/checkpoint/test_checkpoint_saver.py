@@ -78,6 +78,84 @@ def test_what_is_no_loss_is_not_the_best_one(tmp_path: Path, no_loss: object) ->
     assert names(lineage.folder) == ["step_00000002", "step_00000003"]
 
 
+def flip_a_bit(checkpoint: Path) -> None:
+    shard = checkpoint / "rank_00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 4
+    shard.write_bytes(content)
+
+
+def test_damaged_checkpoints_do_not_count_and_the_new_one_always_stays(tmp_path: Path) -> None:
+    before = Lineage(tmp_path)
+    good, corrupt = before.save(99).path, before.save(199).path
+    flip_a_bit(corrupt)
+    before.saver.close()
+    resumed = Lineage(tmp_path, lineage=before.folder, origin=good, retention=Retention(last=1))
+    assert resumed.save(149).error is None
+    assert names(resumed.folder) == ["step_00000149", "step_00000199"], "99 goes once 149 has been read back"
+    assert resumed.save(249).error is None
+    assert names(resumed.folder) == ["step_00000249"]
+
+
+def test_a_truncated_checkpoint_takes_no_place_of_a_whole_one(tmp_path: Path) -> None:
+    lineage = Lineage(tmp_path, retention=Retention(last=2))
+    for step in (1, 2):
+        lineage.save(step)
+    (lineage.save(3).path / "rank_00000.bin").write_bytes(b"")
+    lineage.save(4)
+    assert names(lineage.folder) == [f"step_{step:08d}" for step in (2, 3, 4)]
+
+
+DAMAGED_ON_ITS_WAY = """
+import sys
+from pathlib import Path
+import torch
+from model_check.checkpoint import layout
+from model_check.checkpoint.peers import Peers
+from model_check.checkpoint.saver import Retention, Saver
+
+folder, damages = Path(sys.argv[1]), True
+options = {"name": "run", "background": False, "retention": Retention(last=1)}
+first = Saver(folder, Peers(), **options)
+
+def save(saver, step):
+    saver.save(step, {"model.w": torch.ones(1000)}, {})
+    (saved,) = saver.poll()
+    print(saved.error and saved.error.message, [layout.step_of(path) for path in layout.committed(saver.lineage)])
+    return saved.path
+
+def bad_disk(event, arguments):
+    if damages and event == "os.rename" and "staging-step" in str(arguments[0]):
+        (Path(arguments[0]) / "rank_00000.bin").write_bytes(bytes(4000))
+
+origin = save(first, 9)
+first.close()
+sys.addaudithook(bad_disk)
+resumed = Saver(folder, Peers(), lineage=first.lineage, origin=origin, **options)
+save(resumed, 19)
+damages = False
+save(resumed, 29)
+"""
+
+
+def test_what_was_resumed_from_stays_until_a_newer_one_can_be_read_back(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", DAMAGED_ON_ITS_WAY, str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    first, damaged, last = done.stdout.splitlines()
+    assert (first, last) == ("None [9]", "None [29]")
+    assert "model.w has another checksum" in damaged and damaged.endswith("[9, 19]")
+
+
+def test_the_beginning_of_a_branch_that_has_saved_nothing_is_kept(tmp_path: Path) -> None:
+    trunk = Lineage(tmp_path, "trunk", retention=Retention(last=1))
+    branch = Lineage(tmp_path, "branch", origin=trunk.save(1).path)
+    trunk.save(2)
+    assert names(trunk.folder) == ["step_00000001", "step_00000002"]
+    branch.save(5)
+    trunk.save(3)
+    assert names(trunk.folder) == ["step_00000003"]
+
+
 def test_two_fresh_runs_never_share_a_folder(tmp_path: Path) -> None:
     first, second = Lineage(tmp_path, "run"), Lineage(tmp_path, "run")
     assert (first.folder.name, second.folder.name) == ("run", "run-2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,28 @@ def test_the_newest_of_all_lineages_is_the_one_saved_last(tmp_path: Path) -> Non
     assert found.checkpoint is not None and (found.checkpoint.step, found.checkpoint.path.parent.name) == (10, "b")
     own = newest(tmp_path, lineage=long_ago.folder)
     assert own.checkpoint is not None and own.checkpoint.step == 900
+
+
+def test_the_highest_step_of_a_lineage_wins_though_the_clock_was_set_back(
+    lineage: Lineage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lineage.save(5)
+    an_hour_ago = time.time() - 3600
+    monkeypatch.setattr(time, "time", lambda: an_hour_ago)
+    lineage.save(9)
+    for options in ({}, {"lineage": lineage.folder}):
+        found = newest(lineage.folder.parent, **options)
+        assert found.checkpoint is not None and found.checkpoint.step == 9
+
+
+def test_of_several_trainings_that_fit_the_user_chooses(tmp_path: Path) -> None:
+    paths = [Lineage(tmp_path, name).save(5, experiment=name).path for name in ("a", "b")]
+    with pytest.raises(CheckpointError, match="cannot tell which training to continue") as caught:
+        newest(tmp_path)
+    assert caught.value.code == "MC610"
+    assert all(f"--resume {path}" in caught.value.remedy for path in paths)
+    own = search.newest(tmp_path, Peers(), fits, experiment="a")
+    assert own.checkpoint is not None and own.checkpoint.path == paths[0]
 
 
 def test_another_model_is_passed_over_but_never_by_starting_over(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_loss_scale_is_not_carried_into_another_number_format(saved: str, cont
 def test_a_cursor_into_other_data_is_not_followed_and_that_is_said(changed: dict[str, Any], words: str) -> None:
     train(session(), until=5, save=True)
     resumed = session(**changed)
-    _, notes = continue_from("auto", resumed, Peers())
+    _, notes = continue_from("auto", resumed, Peers(), lineage=Path(".checkpoints/run"))
     (note,) = [line for line in notes if line.startswith("[MC609]")]
     assert words in note and "starts at its first sample" in note
     assert resumed.first_step == 5 and resumed.loader.cursor == Cursor()
@@ -224,7 +224,8 @@ def test_a_run_whose_last_save_failed_ends_with_that_word() -> None:
         if info.step == 7:  # a file where the next save wants its folder
             layout.staging_folder(saver.lineage, 9, layout.owner()).write_text("in the way")
 
-    fit(it, on_step=on_step, max_steps=10, saving=saving)
+    with pytest.raises(CheckpointError, match="the checkpoint of step 9"):
+        fit(it, on_step=on_step, max_steps=10, saving=saving)
     assert said[-1] == "checkpoint: the state after step 9 is not saved; the newest is of step 4"
 
 
