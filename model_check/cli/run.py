@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -36,6 +37,14 @@ def run(
     hang_kill_after_s: Annotated[
         float, typer.Option("--hang-kill-after-s", min=0.0, help="End an idle hang after this long; 0: only on proof.")
     ] = 300.0,
+    io_kill_after_s: Annotated[
+        float,
+        typer.Option("--io-kill-after-s", min=0.0, help="End uninterruptible I/O (state D) after this long; 0: never."),
+    ] = 0.0,
+    stop_grace: Annotated[
+        float,
+        typer.Option("--stop-grace", min=0.0, help="Seconds from SIGINT or SIGTERM, which are passed on, to SIGKILL."),
+    ] = 10.0,
     guard: Annotated[
         str,
         typer.Option("--guard", help="NaN, infinity: observe (report), full (in all gradients), halt (refuse), off."),
@@ -85,13 +94,14 @@ def run(
         raise UsageError("--memory-limit-gb inf is no limit", remedy="leave the flag out")
     if low_memory:
         use_less_memory()
+    limits = Limits(kill_after_s=hang_kill_after_s, io_kill_after_s=io_kill_after_s)
     if own_launcher:
-        return _run_command(words, run_dir, hang_kill_after_s, mode, gated=start == "gate")
+        return _run_command(words, run_dir, limits, stop_grace, mode, gated=start == "gate")
     if not module:
         _refuse_a_launcher(words)
     script = ForeignScript(words[0], tuple(words[1:]), module)
     way: Literal["cold", "gate"] = "gate" if start == "gate" else "cold"
-    return _run_script(script, nproc or 1, run_dir, hang_kill_after_s, mode, way, memory_limit_gb)
+    return _run_script(script, nproc or 1, run_dir, limits, stop_grace, mode, way, memory_limit_gb)
 
 
 def _after_double_dash(words: list[str]) -> bool:
@@ -111,7 +121,8 @@ def _run_script(
     script: ForeignScript,
     nproc: int,
     run_dir: Path | None,
-    hang_kill_after_s: float,
+    limits: Limits,
+    stop_grace_s: float,
     guard: GuardMode,
     start: Literal["cold", "gate"],
     memory_limit_gb: float | None,
@@ -123,7 +134,7 @@ def _run_script(
     script.check()
     directory = RunDir.create(run_dir)
     write_json_atomic(directory.environment, snapshot_environment())
-    supervisor = supervisor_for(directory, Limits(kill_after_s=hang_kill_after_s))
+    supervisor = supervisor_for(directory, limits)
     result = run_script(
         script,
         nproc=nproc,
@@ -132,6 +143,7 @@ def _run_script(
         guard=guard,
         start=start,
         memory_limit_gb=memory_limit_gb,
+        stop_grace_s=stop_grace_s,
     )
     if result.outcome == "interrupted":
         supervisor.note_stop(f"interrupted: {result.message}")
@@ -148,7 +160,7 @@ def _refuse_a_launcher(words: list[str]) -> None:
 
 
 def _run_command(
-    words: list[str], run_dir: Path | None, hang_kill_after_s: float, guard: GuardMode, *, gated: bool
+    words: list[str], run_dir: Path | None, limits: Limits, stop_grace_s: float, guard: GuardMode, *, gated: bool
 ) -> int:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
@@ -164,12 +176,11 @@ def _run_command(
         raise UsageError(f"there is no command {words[0]}", remedy="check the command after --")
     directory = RunDir.create(run_dir)
     write_json_atomic(directory.environment, snapshot_environment())
-    limits = Limits(kill_after_s=hang_kill_after_s, own_launcher_s=_OWN_LAUNCHER_S)
-    supervisor = supervisor_for(directory, limits)
+    supervisor = supervisor_for(directory, replace(limits, own_launcher_s=_OWN_LAUNCHER_S))
     env = injected_environment(directory, os.environ, guard)
     if gated:  # how many ranks the command starts is known to it alone: the gate lets through what the host can hold
         env |= plan_gate(directory, os.cpu_count() or 1).variables()
-    result = run_command(words, run_dir=directory, env=env, supervisor=supervisor)
+    result = run_command(words, run_dir=directory, env=env, supervisor=supervisor, stop_grace_s=stop_grace_s)
     outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
     if result.interrupted:
         outcome = "interrupted"
@@ -180,7 +191,6 @@ def _run_command(
 def _show_end(verdict: Verdict, supervisor: Supervisor, directory: RunDir) -> int:
     from model_check.cli.supervision import short, show_findings
 
-    show_findings(verdict, supervisor)
     code = f" with exit code {verdict.exit_code}" if verdict.exit_code else ""
-    print(f"[model-check] {verdict.outcome}{code}; run directory: {short(directory.root)}", file=sys.stderr, flush=True)
+    show_findings(verdict, supervisor, f"{verdict.outcome}{code}; run directory: {short(directory.root)}")
     return verdict.exit_code or 0

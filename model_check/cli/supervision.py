@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from model_check.diagnose import Examiner, render
 from model_check.launch.supervisor import Limits, Supervisor
+from model_check.launch.voice import Voice
 from model_check.observe.service import request
 from model_check.rundir import RunDir, Verdict
 
@@ -15,23 +17,38 @@ from model_check.rundir import RunDir, Verdict
 def supervisor_for(directory: RunDir, limits: Limits) -> Supervisor:
     """A supervisor whose findings come from the rules and go to standard error."""
     examiner = Examiner(directory)
-    color = sys.stderr.isatty()
+    color = _in_color()
+    voice = Voice()
     return Supervisor(
         directory,
         examine=lambda _, live: examiner.update(live=live),
-        say=lambda line: print(f"[model-check] {line}", file=sys.stderr, flush=True),
-        show=lambda verdict: print(render(verdict, color=color), file=sys.stderr, flush=True),
+        say=lambda line: voice.say(f"[model-check] {line}"),
+        show=lambda verdict: voice.say(render(verdict, color=color)),
+        fall_silent=voice.close,
         request_flight=request,
         limits=limits,
     )
 
 
-def show_findings(verdict: Verdict, supervisor: Supervisor) -> None:
+def show_findings(verdict: Verdict, supervisor: Supervisor, last_line: str = "") -> None:
     """The findings as a person reads them, root cause first; one that stands above already takes one line."""
-    sys.stdout.flush()
-    if verdict.findings:
-        told = supervisor.announcements.told
-        print(render(verdict, color=sys.stderr.isatty(), told_before=told), file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError, AttributeError):  # whoever read it may be gone
+        sys.stdout.flush()
+    supervisor.fall_silent()
+    voice = Voice()
+    if verdict.findings or verdict.notes:
+        voice.say(render(verdict, color=_in_color(), told_before=supervisor.announcements.told))
+    if last_line:
+        voice.say(f"[model-check] {last_line}")
+    voice.close()
+
+
+def _in_color() -> bool:
+    """Standard error may be closed, or none at all."""
+    try:
+        return sys.stderr.isatty()
+    except (ValueError, AttributeError):
+        return False
 
 
 def short(path: Path) -> str:

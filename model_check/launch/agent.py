@@ -106,6 +106,8 @@ class RankAgent(SimpleElasticAgent):
         assert ranks is not None, "torchelastic monitors workers only after it has started them"
         ranks.wait(POLL_S)
         self.outcome = Outcome(exits=ranks.exits)
+        while self._stop.messages:
+            ranks.pass_on(self._stop.messages.popleft())
         if self._stop.number is not None:
             self._end_on_request(ranks)
         if any(exit.failed for exit in ranks.exits):
@@ -124,7 +126,7 @@ class RankAgent(SimpleElasticAgent):
         self._journal.write("stop_requested", signal=name)
         again = {"SIGINT": "; Ctrl-C again ends them now", "SIGTERM": "; SIGTERM again ends them now"}.get(name, "")
         self._console.say(f"{name}: the ranks have {self._graces.stop_s:g} s to save and stop{again}")
-        ranks.end(self._graces.stop_s, hurry=self._asked_again, lost_s=self._graces.lost_s)
+        ranks.end(self._graces.stop_s, self._stop.for_ranks, hurry=self._asked_again, lost_s=self._graces.lost_s)
         raise JobStopped
 
     def _asked_again(self) -> bool:

@@ -13,10 +13,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from model_check.errors import UsageError
 from model_check.launch import processes
@@ -25,15 +25,15 @@ from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit
 from model_check.launch.guard import Guard
 from model_check.launch.hooks import EndJob
 from model_check.launch.injection import forget_outer_job
-from model_check.launch.signals import Requests
+from model_check.launch.signals import Requests, handle
 from model_check.launch.supervisor import Supervisor
 from model_check.observe.redaction import redact_argv
 from model_check.rundir import RunDir
+from model_check.rundir.identity import is_near, live_pid
 from model_check.rundir.ring import read_header
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TURN_S = 0.1
-_STOP_GRACE_S = 10.0
 _HANG_GRACE_S = 2.0
 _RING_NAME = re.compile(r"rank-(\d+)\.ring$")
 
@@ -48,8 +48,13 @@ class CommandResult:
     interrupted: bool
 
 
-def run_command(argv: Sequence[str], *, run_dir: RunDir, env: dict[str, str], supervisor: Supervisor) -> CommandResult:
-    """Runs the command to its end, watching the ranks it starts. `env` comes on top of our own environment."""
+def run_command(
+    argv: Sequence[str], *, run_dir: RunDir, env: dict[str, str], supervisor: Supervisor, stop_grace_s: float = 10.0
+) -> CommandResult:
+    """Runs the command to its end, watching the ranks it starts. `env` comes on top of our own environment.
+
+    `stop_grace_s`: what the command has after a request to stop before everything is killed.
+    """
     forget_outer_job()
     with Guard(str(run_dir.root)):
         # Ranks whose launcher dies become our children, so that we can still end them.
@@ -67,18 +72,22 @@ def run_command(argv: Sequence[str], *, run_dir: RunDir, env: dict[str, str], su
             host=socket.gethostname(),
             command_pid=process.pid,
         )
-        return _CommandJob(process, run_dir, supervisor).run()
+        return _CommandJob(process, run_dir, supervisor, stop_grace_s).run()
 
 
 class _CommandJob:
     """The loop around one command."""
 
-    def __init__(self, process: subprocess.Popen[bytes], run_dir: RunDir, supervisor: Supervisor) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], run_dir: RunDir, supervisor: Supervisor, stop_grace_s: float
+    ) -> None:
+        self._stop_grace_s = stop_grace_s
         self._process = process
         self._run_dir = run_dir
         self._supervisor = supervisor
         self._watcher = ExitWatcher()
         self._rank_of: dict[int, int] = {}
+        self._identities: dict[int, Mapping[str, Any]] = {}
         self._exits: list[RankExit] = []
         self._stop = Requests()
         self._signalled_at: float | None = None
@@ -91,7 +100,7 @@ class _CommandJob:
             **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._on_signal),
             **dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2), self._pass_on),
         }
-        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        previous = handle(handlers)
         self._watcher.watch(self._process.pid)
         try:
             while self._process.poll() is None:
@@ -135,17 +144,19 @@ class _CommandJob:
 
     def _find_ranks(self) -> None:
         for path in self._run_dir.blackbox_dir.glob("rank-*.ring"):
-            match = _RING_NAME.search(path.name)
-            pid = int(read_header(path).get("pid", 0)) if match else 0
-            if match and pid and pid not in self._rank_of:
-                self._add_rank(int(match[1]), pid, path)
+            header = read_header(path)
+            # The PID of a rank on another host, or in another container, is a stranger's here.
+            if (match := _RING_NAME.search(path.name)) and is_near(header) and header["pid"] not in self._rank_of:
+                self._add_rank(int(match[1]), header)
 
-    def _add_rank(self, rank: int, pid: int, path: Path) -> None:
+    def _add_rank(self, rank: int, header: Mapping[str, Any]) -> None:
+        pid = header["pid"]
         self._rank_of[pid] = rank
-        started = read_header(path).get("start_monotonic_ns", 0) / 1e9 or time.monotonic()
+        self._identities[pid] = header
+        started = header.get("start_monotonic_ns", 0) / 1e9 or time.monotonic()
         self._supervisor.rank_started(rank, pid, started)
         self._supervisor.journal.write("rank_started", at_monotonic=started, rank=rank, pid=pid)
-        if not self._watcher.watch(pid):
+        if live_pid(header) is None or not self._watcher.watch(pid):
             self._note_exit(ProcessExit(pid, None, None, time.monotonic()))
 
     def _note_exit(self, exit: ProcessExit) -> None:
@@ -199,7 +210,7 @@ class _CommandJob:
                 self._supervisor.say(f"{why}: the command and its ranks are ended now, saved or not")
             self._signal_job(signal.SIGKILL, why)
             return
-        grace = _STOP_GRACE_S if self._stop.number is not None else _HANG_GRACE_S
+        grace = self._stop_grace_s if self._stop.number is not None else _HANG_GRACE_S
         if self._signalled_at is not None and time.monotonic() - self._signalled_at > grace:
             self._signal_job(signal.SIGKILL, "it did not end in time")
 
@@ -207,7 +218,7 @@ class _CommandJob:
         """Ranks first: their launcher would otherwise report the first one that it saw die of our own signal."""
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
-        ranks = {pid: rank for pid, rank in self._rank_of.items() if processes.is_alive(pid)}
+        ranks = self._living_ranks()
         for pid, rank in ranks.items():
             self._supervisor.journal.write("signal_sent", rank=rank, pid=pid, signal=number.name, why=why)
         for pid in [*ranks, *processes.descendants_of(self._process.pid), self._process.pid]:
@@ -215,14 +226,16 @@ class _CommandJob:
 
     def _end_leftovers(self) -> None:
         """Ranks that their launcher left behind hold memory and devices for nothing."""
-        for pid, rank in self._rank_of.items():
-            if processes.is_alive(pid):
-                self._supervisor.journal.write(
-                    "signal_sent", rank=rank, pid=pid, signal="SIGKILL", why="its launcher is gone"
-                )
-                for child in processes.descendants_of(pid):
-                    _send(child, signal.SIGKILL)
-                _send(pid, signal.SIGKILL)
+        for pid, rank in self._living_ranks().items():
+            self._supervisor.journal.write(
+                "signal_sent", rank=rank, pid=pid, signal="SIGKILL", why="its launcher is gone"
+            )
+            for child in processes.descendants_of(pid):
+                _send(child, signal.SIGKILL)
+            _send(pid, signal.SIGKILL)
+
+    def _living_ranks(self) -> dict[int, int]:
+        return {pid: rank for pid, rank in self._rank_of.items() if live_pid(self._identities[pid]) is not None}
 
 
 def _send(pid: int, number: int) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from model_check.launch.loglines import clean, clock, fitted, labelled
 from model_check.launch.tail import LineTail
+from model_check.launch.tracebacks import Tracebacks
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -122,7 +123,8 @@ class Console:
         live = stream.isatty() if options.live is None else options.live
         self._screen: _Screen = _Terminal(stream, options.max_steps) if live else _Pipe(stream)
         self._log_copies = options.log_copies
-        self._tails: tuple[tuple[str, LineTail], ...] = ()
+        self._tails: tuple[tuple[str, Path, LineTail], ...] = ()
+        self._tracebacks = Tracebacks()
         self._followed: set[Path] = set()
         self._metrics = LineTail(metrics) if live else None
         self._max_steps = options.max_steps
@@ -137,7 +139,7 @@ class Console:
             return
         self._followed.add(log)
         copy = self._log_copies / log.name if self._log_copies is not None else None
-        self._tails = (*self._tails, (label, LineTail(log, copy)))
+        self._tails = (*self._tails, (label, log, LineTail(log, copy)))
 
     def say(self, text: str) -> None:
         self._own.put(f"[model-check] {clean(text)}")
@@ -181,9 +183,10 @@ class Console:
 
     def _drain(self, *, last: bool) -> list[str]:
         lines: list[str] = []
-        for label, tail in self._tails:
-            lines += [labelled(label, line) for line in (tail.close() if last else tail.read())]
-        return lines
+        for label, log, tail in self._tails:
+            written = tail.close() if last else tail.read()
+            lines += [labelled(label, line) for line in self._tracebacks.shown(label, written, log)]
+        return [*lines, *self._tracebacks.left()] if last else lines
 
     def _show_progress(self, line: str) -> None:
         try:

@@ -17,6 +17,7 @@ from typing import Literal
 from model_check.errors import UsageError
 from model_check.launch.context import RankContext
 from model_check.launch.gpus import list_gpus
+from model_check.launch.hooks import Graces
 from model_check.launch.injection import injected_environment
 from model_check.launch.job import JobResult, launch_job
 from model_check.launch.programs import Command
@@ -80,8 +81,12 @@ def run_script(
     guard: GuardMode = "observe",
     start: Literal["cold", "gate"] = "cold",
     memory_limit_gb: float | None = None,
+    stop_grace_s: float = 10.0,
 ) -> JobResult:
-    """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's."""
+    """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's.
+
+    `stop_grace_s`: what the ranks have after a request to stop before they are killed.
+    """
     script.check()
     env = injected_environment(run_dir, os.environ, guard)
     if nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -96,6 +101,8 @@ def run_script(
             isolate_gpus=False,
             start=start,
             memory_limit_gb=memory_limit_gb,
+            # A rank that does not catch Ctrl-C fails at once; another one may still be saving.
+            graces=Graces(stop_s=stop_grace_s, lost_s=stop_grace_s),
             hooks=supervisor.hooks(),
             env=env,
         )

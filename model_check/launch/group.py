@@ -61,7 +61,7 @@ class RankGroup:
                     remedy="free memory or processes, or start fewer ranks",
                 )
 
-    def signal(self, number: int) -> None:
+    def tell(self, number: int) -> None:
         """Tells every running rank, and only the rank: its loader workers must live while it saves."""
         self._send(number, tree=False)
 
@@ -69,12 +69,24 @@ class RankGroup:
         """Ends every running rank with all its descendants, now."""
         self._send(signal.SIGKILL, tree=True)
 
-    def end(self, grace_s: float, hurry: Callable[[], bool] | None = None, lost_s: float = math.inf) -> None:
-        """SIGTERM, the grace, SIGKILL; returns when all are gone.
+    def pass_on(self, number: int) -> None:
+        """A signal that is between the sender and the script: what comes of it is the script's own doing."""
+        for rank in self.running:
+            self._nursery.signal(self.pids[rank], number)
+
+    def end(
+        self,
+        grace_s: float,
+        number: int = signal.SIGTERM,
+        *,
+        hurry: Callable[[], bool] | None = None,
+        lost_s: float = math.inf,
+    ) -> None:
+        """The signal, the grace, SIGKILL; returns when all are gone.
 
         `hurry` true cuts the grace short; a rank that fails meanwhile leaves the others `lost_s` of it at most.
         """
-        self.signal(signal.SIGTERM)
+        self.tell(number)
         deadline = time.monotonic() + grace_s
         while self.running and time.monotonic() < deadline and not (hurry and hurry()):
             self.wait(_STOP_POLL_S)

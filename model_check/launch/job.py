@@ -96,6 +96,7 @@ def launch_job(
             graces or Graces(),
             hooks,
             gate.lines if gate is not None else None,
+            StopRequest(as_received=isinstance(entry, Command)),
         )
         journal.write("job_ended", outcome=result.outcome, exit_code=result.exit_code)
     return result
@@ -111,9 +112,10 @@ def _run(
     graces: Graces,
     hooks: Hooks,
     gate_lines: Path | None,
+    stop: StopRequest,
 ) -> JobResult:
     """Opens what a job needs in the order in which it must be closed again: signals, nursery, console."""
-    with StopRequest() as stop:
+    with stop:
         try:
             nursery, cold_because = open_nursery()
             with closing(nursery), closing(Console(placement.run_dir.metrics, options)) as screen:

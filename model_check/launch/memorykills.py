@@ -84,6 +84,12 @@ def memory_limit(folder: Path) -> int | None:
     return None
 
 
+def container_limit() -> int | None:
+    """The tightest memory limit around this process, in bytes; None where there is none."""
+    limits = [limit for folder in memory_cgroups(os.getpid()) if (limit := memory_limit(folder)) is not None]
+    return min(limits, default=None)
+
+
 def memory_in_use(folder: Path) -> int | None:
     """What the cgroup's processes hold, in bytes, without the file cache that the kernel gives back when asked."""
     held = next((v for n in ("memory.current", "memory.usage_in_bytes") if (v := _value(folder / n)).isdigit()), None)

@@ -27,7 +27,13 @@ from model_check.errors import LaunchError
 from model_check.launch.context import RankContext
 from model_check.launch.limits import limit_address_space
 from model_check.launch.programs import Program, WarmFunction
-from model_check.launch.ranks import become_rank, finish_interpreter, forget_launcher, prepare_interpreter
+from model_check.launch.ranks import (
+    SIGNALS_OF_A_RANK,
+    become_rank,
+    finish_interpreter,
+    forget_launcher,
+    prepare_interpreter,
+)
 
 _MESSAGE_BYTES = 1 << 17
 _PARENT_CHECK_S = 1.0
@@ -155,10 +161,11 @@ def _serve(channel: socket.socket, program: Program, launcher_pid: int, address_
     status = 1
     try:
         os.setsid()  # Ctrl-C at the terminal reaches the launcher alone, which tells the ranks in its own way
+        ignored = frozenset(n for n in SIGNALS_OF_A_RANK if signal.getsignal(n) is signal.SIG_IGN)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
-        _NurseryLoop(channel, program, launcher_pid, address_space_gb).run()
+        _NurseryLoop(channel, program, launcher_pid, address_space_gb, ignored).run()
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -170,9 +177,15 @@ class _NurseryLoop:
     """Waits for requests of the launcher and for the ends of ranks."""
 
     def __init__(
-        self, channel: socket.socket, program: Program, launcher_pid: int, address_space_gb: float | None
+        self,
+        channel: socket.socket,
+        program: Program,
+        launcher_pid: int,
+        address_space_gb: float | None,
+        ignored: frozenset[int],
     ) -> None:
         self._channel = channel
+        self._ignored = ignored
         self._address_space_gb = address_space_gb
         self._program = program
         self._launcher_pid = launcher_pid
@@ -225,7 +238,7 @@ class _NurseryLoop:
     def _live_as_rank(self, request: StartRank, nursery_pid: int) -> NoReturn:
         code = 1
         try:
-            become_rank(nursery_pid, self._launcher_pid, request.env, request.log)
+            become_rank(nursery_pid, self._launcher_pid, self._ignored, request.env, request.log)
             if self._address_space_gb is not None:
                 limit_address_space(self._address_space_gb)
             self._channel.close()

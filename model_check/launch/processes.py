@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,13 +158,17 @@ def is_alive(pid: int, start_ticks: int | None = None) -> bool:
     return stat is not None and stat.alive and start_ticks in (None, stat.start_ticks)
 
 
-def wants_to_run(pid: int) -> bool:
-    """Whether a thread of the process is on a processor, or would be if one were free."""
-    try:
-        tasks = [entry.name for entry in os.scandir(f"/proc/{pid}/task")]
-    except OSError:
-        return False
-    return any(_read(pid, f"task/{task}/stat").rpartition(")")[2].split()[:1] == ["R"] for task in tasks)
+def thread_states(pids: Iterable[int]) -> set[str]:
+    """The states of all threads of these processes: R wants a processor or has one, D is in uninterruptible I/O."""
+    found: set[str] = set()
+    for pid in pids:
+        try:
+            tasks = [entry.name for entry in os.scandir(f"/proc/{pid}/task")]
+        except OSError:
+            continue
+        for task in tasks:
+            found.update(_read(pid, f"task/{task}/stat").rpartition(")")[2].split()[:1])
+    return found
 
 
 def _status(pid: int) -> dict[str, str]:

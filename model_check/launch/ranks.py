@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,14 @@ from model_check.launch.context import RankContext
 from model_check.observe.redaction import redact_text, secret_values
 from model_check.rundir import JsonlWriter, RunDir
 
+SIGNALS_OF_A_RANK = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -55,17 +63,23 @@ class _TieForkedChildren:
             tie_to_parent(self._parent_pid)
 
 
-def become_rank(parent_pid: int, launcher_pid: int, env: Mapping[str, str], log: Path) -> None:
-    """Turns a forked child into a rank: own session, default signals, own environment, output into its log."""
+def become_rank(
+    parent_pid: int, launcher_pid: int, ignored: Collection[int], env: Mapping[str, str], log: Path
+) -> None:
+    """Turns a forked child into a rank: own session, default signals, own environment, output into its log.
+
+    `ignored`: signals that the launcher was told to ignore, as by nohup; its ranks ignore them too.
+    """
     tie_to_parent(parent_pid)
     _TieForkedChildren().install()
     # Where Yama restricts ptrace, py-spy started by the launcher may look at this process and nobody else.
     _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(launcher_pid), 0, 0, 0)
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in SIGNALS_OF_A_RANK:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else default)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.environ.update(env)
     _redirect_streams(log)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import deque
+from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
+_MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 REPEATED_WITHIN_S = 1.0
 
@@ -44,17 +47,28 @@ class Requests:
         return number == signal.SIGINT
 
 
+def handle(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
+    """Installs the handlers and returns the previous ones. An ignored signal stays ignored: nohup means it."""
+    heard = {n: handler for n, handler in handlers.items() if signal.getsignal(n) is not signal.SIG_IGN}
+    return {number: signal.signal(number, handler) for number, handler in heard.items()}
+
+
 class StopRequest(Requests):
     """Catches the signals while a job runs, and gives the old handlers back. Works on the main thread only.
+
+    `as_received`: the ranks get the signal that came, and SIGUSR1 and SIGUSR2 are theirs, not a request to stop.
+    Otherwise they get SIGTERM.
 
     Armed, a signal is noted for the supervision, which tells the ranks. Not armed (no ranks, or a wait for other hosts
     that nothing else can interrupt), it raises on the spot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_received: bool = False) -> None:
         super().__init__()
+        self.as_received = as_received
+        self.messages: deque[int] = deque()
         self._armed = False
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def arm(self) -> None:
         self._armed = True
@@ -66,8 +80,10 @@ class StopRequest(Requests):
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in _STOP_SIGNALS:
-                self._previous[number] = signal.signal(number, self._on_signal)
+            handlers = dict.fromkeys(_STOP_SIGNALS, self._on_signal)
+            if self.as_received:
+                handlers |= dict.fromkeys(_MESSAGES, self._on_message)
+            self._previous = handle(handlers)
         return self
 
     def __exit__(
@@ -75,6 +91,14 @@ class StopRequest(Requests):
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    @property
+    def for_ranks(self) -> int:
+        """The signal that tells the ranks to stop."""
+        return self.number if self.as_received and self.number is not None else signal.SIGTERM
+
+    def _on_message(self, number: int, _frame: FrameType | None) -> None:
+        self.messages.append(number)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         first = self.number is None

@@ -47,6 +47,8 @@ EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its o
 class Limits:
     """All in seconds. `kill_after_s` 0: a stall is never ended without proof.
 
+    `io_kill_after_s`: the same for a rank in uninterruptible I/O (state D), which a slow filesystem may keep there for
+    long; 0: never.
     `own_exit_s` is what a failing rank gets to leave by itself, `own_launcher_s` what a launcher that the job brought
     along gets to end the others.
     """
@@ -64,6 +66,7 @@ class Limits:
     own_exit_s: float = 1.5
     own_launcher_s: float = 0.0
     kill_after_s: float = 300.0
+    io_kill_after_s: float = 0.0
 
 
 @dataclass
@@ -108,12 +111,14 @@ class Supervisor:
         say: Callable[[str], None],
         *,
         show: Callable[[Verdict], None],
+        fall_silent: Callable[[], None] = lambda: None,
         request_flight: FlightRequest | None = None,
         limits: Limits | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._examine = examine
         self.say = say
+        self.fall_silent = fall_silent
         self.announcements = Announcements(show)
         self._limits = limits or Limits()
         self.journal = Journal(run_dir)
@@ -126,6 +131,7 @@ class Supervisor:
         self._examined_at = 0.0
         self._examine_cost_s = 0.0
         self._life_at = time.monotonic()
+        self._in_io_since: float | None = None
         self._proven_at: float | None = None
         self._close_looks: list[float] = []
         self._first_named_after: dict[tuple[str, tuple[int, ...]], float] = {}
@@ -156,7 +162,10 @@ class Supervisor:
             self._look_closely(exit.at_monotonic)
         elif not self._crashed:
             self._crashed = True
-            self._on_first_failure(exit)
+            try:
+                self._on_first_failure(exit)
+            except Exception as error:  # evidence that cannot be taken must not change how the job ends
+                self._say_trouble(f"no evidence of the survivors ({type(error).__name__}: {error}); the job goes on")
 
     def hooks(self) -> Hooks:
         """For `launch_job`: puts every rank of the job under these eyes."""
@@ -170,24 +179,26 @@ class Supervisor:
     # The loop.
 
     def poll(self) -> EndJob | None:
-        """One turn; the answer is not None when the job must end. Our own trouble with files never ends it."""
+        """One turn; the answer is not None when the job must end. Our own trouble never ends it."""
         try:
             return self._turn()
         except OSError as error:
-            self._say_trouble(error, "the job goes on without a watch")
-            return None
+            self._say_trouble(f"the run directory cannot be used ({error}); the job goes on without a watch")
+        except Exception as error:  # a mistake of ours costs the job its watch for this turn, nothing else
+            self._say_trouble(f"the watch failed ({type(error).__name__}: {error}); the job goes on")
+        return None
 
     def _write(self, verdict: Verdict) -> None:
         """What cannot be written is still known, and shown."""
         try:
             verdict.write(self._run_dir.verdict)
         except OSError as error:
-            self._say_trouble(error, "the verdict is only shown")
+            self._say_trouble(f"the run directory cannot be used ({error}); the verdict is only shown")
 
-    def _say_trouble(self, error: OSError, what_then: str) -> None:
+    def _say_trouble(self, trouble: str) -> None:
         if not self._in_trouble:
             self._in_trouble = True
-            self.say(f"the run directory cannot be used ({error}); {what_then}")
+            self.say(trouble)
 
     def _turn(self) -> EndJob | None:
         now = time.monotonic()
@@ -320,6 +331,7 @@ class Supervisor:
 
     def _withdraw(self, stall: _Stall, now: float) -> None:
         self._stall = None
+        self._in_io_since = None
         if not stall.examined or self._crashed:
             return
         self.journal.write("stall_withdrawn", after_s=now - stall.since)
@@ -352,9 +364,14 @@ class Supervisor:
         if self._stall is None:
             return
         # On a machine with too much to do a rank that wants to compute gets hardly any time; it is not idle.
-        family = {rank: [seen.stat.pid, *(child.pid for child in seen.children)] for rank, seen in samples.items()}
-        active |= {rank for rank, pids in family.items() if any(map(processes.wants_to_run, pids))}
-        if not self._is_idle_hang(active):
+        states = {
+            rank: processes.thread_states([seen.stat.pid, *(child.pid for child in seen.children)])
+            for rank, seen in samples.items()
+        }
+        active |= {rank for rank, seen in states.items() if "R" in seen}
+        in_io = any("D" in seen for seen in states.values())
+        self._in_io_since = (self._in_io_since or now) if in_io else None
+        if in_io or not self._is_idle_hang(active):
             self._life_at = now
 
     def _is_idle_hang(self, active: set[int]) -> bool:
@@ -388,7 +405,7 @@ class Supervisor:
     def _examine_now(self, now: float, *, live: bool = True) -> None:
         began = time.thread_time()
         self._hear(now)
-        verdict = self._examine(self._run_dir, live)
+        verdict = self._judged(live)
         self._examined_at = time.monotonic()
         self._examine_cost_s = time.thread_time() - began
         for finding in verdict.findings:
@@ -400,6 +417,14 @@ class Supervisor:
         if live and not self._crashed:  # after a crash the last word is a second away
             self.announcements.tell(verdict, now - self._stall.since if self._stall is not None else 0.0)
             self._say_what_ended(now)
+
+    def _judged(self, live: bool) -> Verdict:
+        """The rules' verdict. Where they fail as a whole, the one before stands, with a note."""
+        try:
+            return self._examine(self._run_dir, live)
+        except Exception as error:
+            note = f"the run could not be examined ({type(error).__name__}: {error})"
+            return replace(self.verdict, notes=sorted({*self.verdict.notes, note}))
 
     def _say_what_ended(self, now: float, *, last: bool = False) -> None:
         for line in self.announcements.trends_ended(self.verdict, now, last=last):
@@ -426,9 +451,8 @@ class Supervisor:
         if proven:
             return self._end_proven(proven[0], now)
         self._proven_at = None
-        kill_after = self._limits.kill_after_s
-        if kill_after and self._stall is not None and now - self._life_at > kill_after:
-            why = f"hang: no progress for {now - self._life_at:.0f} s (hang_kill_after_s is {kill_after:g})"
+        why = self._out_of_patience(now) if self._stall is not None else None
+        if why is not None:
             self.note_stop(why)
             self._take_sample(now)
             self._gather.stacks(self._pids())
@@ -436,6 +460,16 @@ class Supervisor:
             self._raise_to_error()
             self._ended = True
             return EndJob(why, EXIT_CODE_OF_A_HANG)
+        return None
+
+    def _out_of_patience(self, now: float) -> str | None:
+        """Why the stall has lasted long enough to end the job; None while it has not."""
+        kill_after, io_kill_after = self._limits.kill_after_s, self._limits.io_kill_after_s
+        if kill_after and now - self._life_at > kill_after:
+            return f"hang: no progress for {now - self._life_at:.0f} s (hang_kill_after_s is {kill_after:g})"
+        blocked_s = now - self._in_io_since if self._in_io_since is not None else 0.0
+        if io_kill_after and blocked_s > io_kill_after:
+            return f"hang: uninterruptible I/O for {blocked_s:.0f} s (io_kill_after_s is {io_kill_after:g})"
         return None
 
     def _end_proven(self, finding: Finding, now: float) -> EndJob | None:

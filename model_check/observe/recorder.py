@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from model_check.rundir import identity as who
 from model_check.rundir import ring
 
 PHASE = {name: code for code, name in enumerate(ring.PHASES)}
@@ -64,8 +65,7 @@ class Recorder:
             "magic": "MCRING",
             "version": ring.VERSION,
             "rank": rank,
-            "pid": self.pid,
-            "host": os.uname().nodename,
+            **who.identity(),
             "start_monotonic_ns": time.monotonic_ns(),
             "start_time": time.time(),
             "capacity": capacity,

@@ -65,17 +65,20 @@ def _is_finding(value: Any) -> bool:
 
 @dataclass
 class Verdict:
-    """The first finding is the root cause."""
+    """The first finding is the root cause. `notes`: rules of ours that failed; left out of the file where empty."""
 
     outcome: Outcome = "running"
     exit_code: int | None = None
     world_size: int = 0
     steps_completed: int = 0
     findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
         body = asdict(self)
+        if not self.notes:
+            del body["notes"]
         return {"schema": body.pop("schema"), **body}
 
     def write(self, path: Path) -> None:
@@ -89,7 +92,7 @@ class Verdict:
             return None
         if not isinstance(value.get("exit_code"), (int, NoneType)):
             return None
-        listed = value.get("findings")
+        listed, notes = value.get("findings"), value.get("notes")
         findings = [Finding.from_json(f) for f in listed if _is_finding(f)] if isinstance(listed, list) else []
         return cls(
             outcome=value.get("outcome", "running"),
@@ -97,5 +100,6 @@ class Verdict:
             world_size=value.get("world_size", 0),
             steps_completed=value.get("steps_completed", 0),
             findings=findings,
+            notes=list(map(str, notes)) if isinstance(notes, list) else [],
             schema=value.get("schema", SCHEMA),
         )

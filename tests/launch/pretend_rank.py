@@ -1,11 +1,13 @@
 """A process that pretends to be a rank: it writes a black box and does what it is told on standard input.
 
-One command a line, one `ok` a command: `step`, `begin PHASE`, `end`, `spin`, `exit CODE`. No torch: it starts at once.
+One command a line, one `ok` a command: `step`, `begin PHASE`, `end`, `spin`, `block`, `exit CODE`. No torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +18,17 @@ from model_check.observe.recorder import Recorder
 def spin_for_ever() -> None:
     while True:
         pass
+
+
+def block() -> None:
+    """Stays in state D until the next byte on standard input: the kernel holds a parent while its vfork child runs."""
+    libc = ctypes.CDLL(None)
+    libc.fdopen.restype = ctypes.c_void_p
+    stack = ctypes.create_string_buffer(1 << 16)
+    top = ctypes.c_void_p((ctypes.addressof(stack) + len(stack) - 64) & ~15)
+    clone_vm, clone_vfork = 0x100, 0x4000
+    getc = ctypes.cast(libc.getc, ctypes.c_void_p)
+    libc.clone(getc, top, clone_vm | clone_vfork | signal.SIGCHLD, ctypes.c_void_p(libc.fdopen(0, b"r")))
 
 
 def main(run_dir: str, rank: int) -> None:
@@ -35,6 +48,10 @@ def main(run_dir: str, rank: int) -> None:
             recorder.end(*spans.pop())
         elif command == "spin":
             threading.Thread(target=spin_for_ever, daemon=True).start()
+        elif command == "block":
+            print("ok", flush=True)
+            block()
+            continue
         elif command == "exit":
             os._exit(int(argument))
         print("ok", flush=True)

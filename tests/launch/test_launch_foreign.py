@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from model_check.launch.guard import RUN_DIR_VARIABLE
 from model_check.launch.signals import REPEATED_WITHIN_S
 from model_check.launch.supervisor import Supervisor
 from model_check.rundir import RunDir, Verdict, read_jsonl
+from tests.signals import hear_signals
 
 _HERE = Path(__file__).parent
 _RING = "from pathlib import Path; import os\nfrom model_check.observe.recorder import Recorder\n"
@@ -30,15 +33,31 @@ _RING = "from pathlib import Path; import os\nfrom model_check.observe.recorder 
 class Launched:
     """A launcher with a run directory of its own, whose every descendant can be found by it."""
 
-    def __init__(self, root: Path, *words: str, **environment: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *words: str,
+        ignored: int | None = None,
+        terminal: int | None = None,
+        **environment: str,
+    ) -> None:
+        def prepare() -> None:
+            hear_signals()
+            if ignored is not None:
+                signal.signal(ignored, signal.SIG_IGN)
+            if terminal is not None:  # as a shell does for the job in the foreground
+                os.setsid()
+                fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
         self.run_dir = RunDir(root)
         self.process = subprocess.Popen(
             [sys.executable, str(_HERE / "foreign_driver.py"), str(root), *words],
-            stdin=subprocess.PIPE,
+            stdin=subprocess.PIPE if terminal is None else terminal,
             stdout=subprocess.PIPE,
             text=True,
             cwd=root.parent,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            preexec_fn=prepare,
         )
 
     def marked(self) -> list[int]:
@@ -77,7 +96,7 @@ def _until(condition: Callable[[], Any], deadline_s: float = 10.0) -> Any:
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     launched: list[Launched] = []
 
-    def start(*words: str, **environment: str) -> Launched:
+    def start(*words: str, **environment: Any) -> Launched:
         launched.append(Launched(tmp_path / "run", *words, **environment))
         return launched[-1]
 
@@ -207,6 +226,91 @@ def test_when_the_launcher_goes_no_rank_stays(
     _until(lambda: not job.marked())
 
 
+# Collects every signal until the test, which has seen the first stop signal arrive, opens `go`.
+_COUNTS = """\
+import os, signal, sys
+rank = os.environ.get("RANK", "0")
+os.mkfifo(f"go-{rank}")
+heard, told = os.pipe()
+os.set_blocking(told, False)
+signal.set_wakeup_fd(told)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
+open(f"up-{rank}", "w").close()
+got = [os.read(heard, 1)[0]]
+while got[-1] == signal.SIGUSR1:
+    open(f"heard-{rank}", "w").close()
+    got.append(os.read(heard, 1)[0])
+open(f"stopping-{rank}", "w").close()
+open(f"go-{rank}").close()
+os.set_blocking(heard, False)
+try:
+    got += os.read(heard, 100)
+except BlockingIOError:
+    pass
+print("got", *got, flush=True)
+"""
+
+
+def _let_go(job: Launched, ranks: int) -> None:
+    for rank in range(ranks):
+        job.wait_for(f"stopping-{rank}")
+    for rank in range(ranks):
+        (job.run_dir.root.parent / f"go-{rank}").write_text("")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_rank_of_a_script_gets_the_signal_that_we_got_once(
+    tmp_path: Path, launch: Callable[..., Launched], number: int
+) -> None:
+    job = launch("script", "2", _write(tmp_path / "counts.py", _COUNTS))
+    job.wait_for("up-0", "up-1")
+    os.kill(job.process.pid, signal.SIGUSR1)  # a message to the script, not a request to stop
+    job.wait_for("heard-0", "heard-1")
+    os.kill(job.process.pid, number)
+    _let_go(job, 2)
+    result, lines = job.finish()
+    assert result["exit_code"] == 0
+    both = f"got {int(signal.SIGUSR1)} {int(number)}"
+    assert sorted(line for line in lines if " got " in line) == [f"[CPU0] {both}", f"[CPU1] {both}"]
+
+
+@pytest.mark.parametrize("how", [("script", "2"), ("command", sys.executable)], ids=["script", "command"])
+def test_ctrl_c_at_a_terminal_reaches_each_rank_once(
+    tmp_path: Path, launch: Callable[..., Launched], how: tuple[str, ...]
+) -> None:
+    keyboard, terminal = os.openpty()
+    try:
+        job = launch(*how, _write(tmp_path / "counts.py", _COUNTS), terminal=terminal)
+        ranks = 2 if how[0] == "script" else 1
+        job.wait_for(*(f"up-{rank}" for rank in range(ranks)))
+        os.write(keyboard, b"\x03")
+        _let_go(job, ranks)
+        result, lines = job.finish()
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+    assert result["exit_code"] == 0
+    assert [line.rpartition("got ")[2] for line in lines if "got " in line] == [str(int(signal.SIGINT))] * ranks
+
+
+@pytest.mark.parametrize("how", [("script", "1"), ("command", sys.executable)], ids=["script", "command"])
+def test_what_nohup_ignores_stays_ignored(
+    tmp_path: Path, launch: Callable[..., Launched], how: tuple[str, ...]
+) -> None:
+    job = launch(*how, _write(tmp_path / "counts.py", _COUNTS), ignored=signal.SIGHUP)
+    job.wait_for("up-0")
+    for pid in {job.process.pid, *job.marked()}:
+        os.kill(pid, signal.SIGHUP)
+    os.kill(job.process.pid, signal.SIGTERM)
+    _let_go(job, 1)
+    result, lines = job.finish()
+    assert result["exit_code"] == 0
+    assert any(line.endswith(f"got {int(signal.SIGTERM)}") for line in lines)
+    assert not any("SIGHUP" in line for line in lines)
+
+
 def test_a_script_that_is_not_there_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match=r"there is no script nowhere\.py"):
         ForeignScript("nowhere.py").check()
@@ -320,6 +424,29 @@ def test_ranks_that_their_launcher_left_behind_are_ended(tmp_path: Path, launch:
     assert job.process.wait(timeout=20) == 137
     assert {record["why"] for record in job.events("signal_sent")} == {"its launcher is gone"}
     _until(lambda: not job.marked())
+
+
+@pytest.mark.parametrize(
+    "stranger", [{"host": "elsewhere"}, {"pid_ns": "pid:[1]"}, {"boot_id": "an earlier one"}, {"start_ticks": 1}]
+)
+def test_a_pid_in_a_ring_is_not_killed_where_it_names_another_process(
+    tmp_path: Path, launch: Callable[..., Launched], stranger: dict[str, Any]
+) -> None:
+    """A ring that came from elsewhere holds a PID that belongs to somebody else here."""
+    bystander = subprocess.Popen(["sleep", "100"])
+    code = (
+        _RING
+        + "folder = Path(os.environ['MODEL_CHECK_RUN_DIR'], 'blackbox')\n"
+        + f"Recorder(folder / 'rank-00003.ring', rank=3, **{{'pid': {bystander.pid}, **{stranger!r}}})\n"
+    )
+    try:
+        job = launch("command", sys.executable, _write(tmp_path / "leaves_a_ring.py", code))
+        assert job.process.wait(timeout=20) == 0
+        assert bystander.poll() is None
+        assert job.events("signal_sent") == []
+    finally:
+        bystander.kill()
+        bystander.wait()
 
 
 def test_a_command_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:

@@ -201,6 +201,21 @@ def test_an_idle_hang_is_ended_at_its_limit_and_becomes_an_error(make_job: Any) 
     assert written is not None and written.findings[0].severity == "error"
 
 
+@pytest.mark.parametrize("io_kill_after_s", [0.0, 0.8])
+def test_uninterruptible_io_is_ended_only_by_a_limit_of_its_own(make_job: Any, io_kill_after_s: float) -> None:
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5, io_kill_after_s=io_kill_after_s))
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    job.ranks[0].tell("begin collective")
+    job.ranks[1].tell("begin save", "block")
+    if not io_kill_after_s:
+        assert job.poll_for(2.5) == []
+        assert job.shown, "the warning is shown"
+        return
+    ending = job.poll_until(lambda: False)
+    assert ending is not None and "uninterruptible I/O" in ending.reason
+
+
 def test_a_rank_that_computes_is_slow_and_never_ended(make_job: Any) -> None:
     limits = Limits(**{**vars(_QUICK), "kill_after_s": 1.0, "sample_every_s": 0.5})
     job = make_job(WARNING, limits=limits)

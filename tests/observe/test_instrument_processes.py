@@ -204,3 +204,57 @@ def test_installed_after_torch_as_our_trainer_does(tmp_path: Path, script: Calla
     begun = [(c.phase, c.op, c.site) for c in read_ring(run_dir.ring(0)).crumbs if c.event == "begin"]
     assert begun[0][0] == "eval"
     assert ("collective", "all_reduce", "train.py:10") in begun, "the name was taken before it was wrapped"
+
+
+HELPED = """\
+import os, subprocess, sys
+import torch
+import torch.distributed as dist
+
+def start_helper():
+    # An evaluator that knows nothing of the job: its ranks are numbered from 0 again.
+    command, pipe = [sys.executable, "helper.py", str(SIZE)], subprocess.PIPE
+    return [subprocess.Popen([*command, str(rank)], stdin=pipe, stdout=pipe) for rank in range(SIZE)]
+
+first = os.environ["RANK"] == "0"
+helpers = start_helper() if first and WHEN == "before" else []
+for helper in helpers:
+    assert helper.stdout.readline() == b"up\\n"
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(2))
+if first and WHEN == "after":
+    helpers = start_helper()
+for helper in helpers:
+    helper.stdin.close()
+assert [helper.wait() for helper in helpers] == [0] * len(helpers)
+dist.all_reduce(torch.ones(2))
+print(os.getpid())
+"""
+HELPER = """\
+import sys
+import torch
+import torch.distributed as dist
+
+size, rank = map(int, sys.argv[1:])
+dist.init_process_group("gloo", init_method=f"file://{sys.path[0]}/store", rank=rank, world_size=size)
+dist.broadcast(torch.ones(3, 3), src=0)
+print("up", flush=True)
+sys.stdin.read()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("size", "when"), [(1, "before"), (1, "after"), (4, "after")])
+def test_a_helper_with_a_process_group_of_its_own_is_no_rank(
+    script: Callable[[str, str], Path], run: Runner, size: int, when: str
+) -> None:
+    script(HELPER, "helper.py")
+    seen = run(f"SIZE, WHEN = {size}, {when!r}\n" + HELPED, world=2, timeout=40)
+    assert seen.codes == [0, 0], seen.errors
+    assert sorted(path.name for path in seen.run_dir.blackbox_dir.glob("*.ring")) == [
+        "rank-00000.ring",
+        "rank-00001.ring",
+    ]
+    for rank in (0, 1):
+        assert seen.ring(rank).header["pid"] == int(seen.outputs[rank])
+        assert [c.op for c in seen.crumbs(rank, event="begin", phase="collective")] == ["all_reduce"] * 2

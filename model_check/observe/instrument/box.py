@@ -14,13 +14,13 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 from model_check.observe.instrument.frames import UserCode
 from model_check.observe.recorder import DTYPE, OP, PHASE, Recorder
 from model_check.observe.redaction import redact_argv
 from model_check.rundir.files import JsonlWriter
+from model_check.rundir.identity import live_pid
 from model_check.rundir.paths import RunDir
 from model_check.rundir.ring import BEGIN, END, POINT, kind, read_header
 
@@ -83,6 +83,7 @@ class BlackBox:
             "world_size": whole_number(environ, "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
             "local_rank": whole_number(environ, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
             "attempt": whole_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
+            "store": environ.get("MASTER_PORT", ""),
             "role": "rank",
             "ppid": os.getppid(),
             "python": sys.version.split()[0],
@@ -109,8 +110,7 @@ class BlackBox:
         if not self.may_adopt or self.run_dir is None:
             return self.recorder
         self.may_adopt = False
-        holder = read_header(self.run_dir.ring(0)).get("pid")
-        if holder is None or not Path(f"/proc/{holder}").exists():
+        if live_pid(read_header(self.run_dir.ring(0))) is None:
             self.open(0, world_size=1, local_rank=0)
         return self.recorder
 

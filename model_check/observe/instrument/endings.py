@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from model_check.observe.instrument import memory
 from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.exceptions import NOTES, shown, summarize
+from model_check.observe.instrument.exceptions import NOTES, hide_our_frames, shown, summarize
 from model_check.observe.instrument.parting import let_backends_finish
 from model_check.observe.instrument.retold import words
 from model_check.observe.instrument.spans import is_wrapped
@@ -51,6 +51,7 @@ class _Ending:
                 steps.process_stops(list(_traceback(error.__traceback__)), said)
         if of_memory:
             memory.mark("memory error")
+        hide_our_frames(error)
         BOX.event("exception", handled=False, **summarize(error))
 
     def asked(self, code: int, via: str, frame: FrameType | None, message: str = "") -> None:
@@ -126,7 +127,7 @@ def forget_after_fork() -> None:
 def _chain_excepthook(previous: Callable[..., Any]) -> Callable[..., Any]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ENDING.fail(error)
-        previous(kind, error, trace)
+        previous(kind, error, error.__traceback__ if trace is not None else None)
 
     return hook
 
@@ -180,6 +181,7 @@ def _chain_thread_hook(previous: Callable[..., Any]) -> Callable[..., Any]:
         if error is not None and BOX.recorder is not None and not isinstance(error, SystemExit):
             # The process lives on without this thread.
             NOTES.ended_with(error)
+            hide_our_frames(error)
             BOX.event("thread_exception", **summarize(error))
         previous(args)
 

@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import TracebackType
 from typing import Any, TextIO
 
 from model_check.observe.instrument import retold
@@ -27,6 +29,7 @@ _MAX_PER_LINE = 3
 _MAX_MESSAGE = 4000
 _MOST_PARTS = 8
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)  # since Python 3.11
+_OUR_FOLDER = __file__.rpartition("instrument")[0]  # as the code of our frames spells it
 # Control flow, not faults.
 _ORDINARY = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt, ImportError)
 
@@ -59,6 +62,32 @@ def summarize(error: BaseException) -> dict[str, Any]:
         # The line of a group is only where they were put together.
         summary["parts"] = [_brief(part) for part in error.exceptions[:_MOST_PARTS]]
     return summary
+
+
+def hide_our_frames(error: BaseException | None) -> None:
+    """Takes our wrappers out of the traceback that is about to be printed, and of those behind it.
+
+    They stand between any two modules that call each other, and say nothing about the script. What we raise ourselves
+    keeps its last frame.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        kept = [trace for trace in _links(error.__traceback__) if not _is_ours(trace) or trace.tb_next is None]
+        for trace, after in pairwise(kept):
+            trace.tb_next = after
+        error.__traceback__ = kept[0] if kept else None
+        error = error.__cause__ or error.__context__
+
+
+def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(_OUR_FOLDER)
 
 
 def _brief(error: BaseException) -> dict[str, Any]:

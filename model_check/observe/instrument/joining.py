@@ -23,9 +23,11 @@ from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.groups import GROUPS
 from model_check.observe.instrument.spans import spanned
 from model_check.observe.service import Service
-from model_check.rundir.ring import MEMBERS_ONLY
+from model_check.rundir.identity import is_near, live_pid
+from model_check.rundir.ring import MEMBERS_ONLY, read_header, read_ring
 
 _JOINING = SpanKind("init", "new_group")
+_AT_WORK = frozenset({"init", "forward", "backward", "optimizer", "collective", "p2p", "barrier", "step"})
 
 
 class _Running:
@@ -55,8 +57,49 @@ def _announced_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
     return int(text) if text.isdigit() else None
 
 
-def _open_as(rank: int) -> None:
-    if BOX.recorder is None or BOX.recorder.rank != rank:
+def _announced_store(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Where the members of this group meet: the port or the file of the store, the same for all of them."""
+    store = args[5] if len(args) > 5 else kwargs.get("store")
+    if store is not None:
+        return str(store.port) if isinstance(store, torch.distributed.TCPStore) else type(store).__name__
+    url = args[1] if len(args) > 1 else kwargs.get("init_method")
+    if not isinstance(url, str) or url.startswith("env:"):
+        return os.environ.get("MASTER_PORT", "")
+    parts = urlsplit(url)
+    return str(parts.port or parts.path)
+
+
+def _may_become(rank: int, world_size: int | None, store: str) -> bool:
+    """Whether this process is the job's rank, and not a helper whose own process group has a rank of that number.
+
+    A live process that has joined or begun to train keeps its rank, and a process group of another size or store is
+    not the job's. A rank that has done neither may be a launcher (mp.spawn, a wrapper): it gives its place to a member
+    of a larger group, or of the group that it was told to join itself.
+    """
+    run_dir = BOX.run_dir
+    if run_dir is None:
+        return False
+    rings = {path: read_header(path) for path in run_dir.blackbox_dir.glob("rank-*.ring")}
+    others = {path: who for path, who in rings.items() if not is_near(who) or live_pid(who) not in (None, os.getpid())}
+    joined = [(who.get("world_size"), who.get("store")) for who in others.values() if who.get("backend")]
+    if any(group != (world_size, store) for group in joined):
+        return False
+    path = run_dir.ring(rank)
+    holder = others.get(path)
+    if holder is None:
+        return True
+    told = holder.get("world_size") or 1
+    if holder.get("backend") or world_size is None or world_size < told:
+        return False
+    if any(crumb.phase in _AT_WORK for crumb in read_ring(path).crumbs):
+        return False
+    return world_size > told or told == 1 or store == holder.get("store")
+
+
+def _open_as(rank: int, world_size: int | None, store: str) -> None:
+    if BOX.recorder is not None and BOX.recorder.rank == rank:
+        return
+    if _may_become(rank, world_size, store):
         BOX.open(rank)
         outside.install()
         memory.mark("start")
@@ -72,7 +115,8 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         if BOX.run_dir is None or torch.distributed.is_initialized():
             return original(*args, **kwargs)
         try:
-            span = _before_joining(_announced_rank(args, kwargs), _announced_size(args, kwargs))
+            size, store = _announced_size(args, kwargs), _announced_store(args, kwargs)
+            span = _before_joining(_announced_rank(args, kwargs), size, store)
         except Exception as error:
             BOX.give_up(error)
             return original(*args, **kwargs)
@@ -90,7 +134,7 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         if recorder is not None:
             BOX.end(recorder, _JOINING, span)
         try:
-            _joined()
+            _joined(store)
         except Exception as error:
             BOX.give_up(error)
         return result
@@ -98,10 +142,10 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_process_group
 
 
-def _before_joining(rank: int | None, world_size: int | None) -> int:
+def _before_joining(rank: int | None, world_size: int | None, store: str) -> int:
     """Opens the ring where the rank is known already; returns the span of joining, 0 where nothing is recorded yet."""
     if rank is not None:
-        _open_as(rank)
+        _open_as(rank, world_size, store)
     native.install()
     GROUPS.forget()
     recorder = BOX.recorder
@@ -114,10 +158,10 @@ def _before_joining(rank: int | None, world_size: int | None) -> int:
     return span
 
 
-def _joined() -> None:
+def _joined(store: str) -> None:
     import torch.distributed as dist
 
-    _open_as(dist.get_rank())
+    _open_as(dist.get_rank(), dist.get_world_size(), store)
     recorder = BOX.recorder
     if recorder is None:
         return
@@ -125,6 +169,7 @@ def _joined() -> None:
     recorder.identify(
         world_size=dist.get_world_size(),
         backend=str(dist.get_backend()),
+        store=store,
         torch=torch.__version__,
         service=_Running.service.path if _Running.service is not None else None,
     )

@@ -107,6 +107,14 @@ class Operation:
             return "takes the mean of nothing"
         return ""
 
+    def divides_by_a_good_number(self) -> bool:
+        """Frameworks divide each loss by the number of batches that they add up: that makes no NaN."""
+        below = self.kept().get("_saved_other", self.plain.get("_saved_other"))
+        if self.kind != "Div" or below is None:
+            return False
+        below = torch.as_tensor(below)
+        return is_finite(below) and bool((below != 0).all())
+
     def _has_no_power(self, inner: torch.Tensor) -> bool:
         exponent = self.plain.get("_saved_exponent")
         return isinstance(exponent, (int, float)) and not is_finite(inner.double() ** exponent)
@@ -189,8 +197,11 @@ class LossCode:
         innermost = self.operations[-1]
         if not innermost.complete or not all(map(is_finite, innermost.kept().values())):
             return None
-        suspect = [operation for operation in self.operations if operation.kind in _POLES]
-        return located((suspect[-1] if suspect else self.operations[0]).kind, self.place)
+        able = [operation for operation in self.operations if not operation.divides_by_a_good_number()]
+        suspect = [operation for operation in able if operation.kind in _POLES]
+        given = [operation for operation in able if operation.is_given_bad_numbers()]
+        found = suspect[-1:] or given[-1:] or able[:1] or self.operations[:1]
+        return located(found[0].kind, self.place)
 
     def at_a_pole(self) -> LossOperation | None:
         """Of a finite loss whose gradients are not: the operation that made them so."""

@@ -25,6 +25,14 @@ _TEXT = {
     "Mean": ("mean",),
 }
 
+_OPERATORS: dict[type[ast.operator], str] = {
+    ast.Div: "div",
+    ast.Pow: "pow",
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+}
+
 
 @dataclass(frozen=True)
 class LossOperation:
@@ -139,9 +147,10 @@ def _words_by_line(place: Place) -> list[tuple[int, set[str]]]:
     holds = [function for function in _functions_at(tree, place.line) if function.name == place.function]
     words: dict[int, set[str]] = {}
     for node in ast.walk(holds[-1] if holds else tree):
-        if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.Pow)):
-            word = "div" if isinstance(node.op, ast.Div) else "pow"
-            words.setdefault(node.lineno, set()).add(word)
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and (word := _OPERATORS.get(type(node.op))):
+            by = node.right if isinstance(node, ast.BinOp) else node.value
+            if word in ("div", "pow") or not isinstance(by, ast.Constant):  # `calls += 1` is no part of a loss
+                words.setdefault(node.lineno, set()).add(word)
         elif isinstance(node, ast.Call) and not _is_told_in_words(node):
             name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
             if name:

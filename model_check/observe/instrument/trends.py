@@ -16,7 +16,7 @@ from model_check.observe.instrument.readings import Reading, local, norms_of, re
 
 _LOSSES_AT_ONCE = 50
 _WRITE_AFTER_S = 5.0
-_LOOK_EVERY = 50  # steps between two looks at all gradients
+_LOOK_EVERY = 50  # steps between two looks at all gradients, in the first 5,000
 _MOST_PARAMETERS = 256
 _MOST_LOSSES = 20_000  # of a long job only every k-th is kept: the file stays small
 
@@ -38,7 +38,9 @@ class Trends:
 
     def _looking(self) -> bool:
         step = self._step()
-        return step > 0 and step % _LOOK_EVERY == 0
+        # Half as often each time the job has doubled in length: a look is kilobytes, and a day has a million steps.
+        every = _LOOK_EVERY << (step // (100 * _LOOK_EVERY)).bit_length()
+        return step > 0 and step % every == 0
 
     def forward_ended(self, module: Any, result: Any) -> None:
         """Now and then: how large the outputs are, and what the parameters are called."""

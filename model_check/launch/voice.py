@@ -1,0 +1,55 @@
+"""Our own words on standard error. Writing can neither block nor end a job: a reader may stop reading, or be gone."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+
+_MOST_WAITING = 1000  # texts; a reader that is this far behind gets no more
+_FAREWELL_S = 5.0
+
+
+class Voice:
+    """Writes on a thread of its own, in order. Past the stream's buffer: its lock would hold up our exit.
+
+    The thread begins with the first words: before them the launcher may still fork, which needs a single thread.
+    """
+
+    def __init__(self) -> None:
+        self._texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="model-check-voice", daemon=True)
+        self._begin = threading.Lock()
+
+    def say(self, text: str) -> None:
+        if self._texts.qsize() < _MOST_WAITING:
+            self._texts.put(text)
+        with self._begin:
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def close(self) -> None:
+        """Waits a few seconds for a slow reader. The verdict is in the run directory in any case."""
+        if self._thread.ident is None:
+            return
+        self._texts.put(None)
+        self._thread.join(_FAREWELL_S)
+
+    def _write_all(self) -> None:
+        while (text := self._texts.get()) is not None:
+            try:
+                _write(text + "\n")
+            except (OSError, ValueError, AttributeError):
+                continue  # nobody listens, or there is no standard error
+
+
+def _write(text: str) -> None:
+    try:
+        descriptor = sys.stderr.fileno()
+    except OSError:  # a stream in memory
+        sys.stderr.write(text)
+        return
+    data = text.encode(sys.stderr.encoding, "backslashreplace")
+    while data:
+        data = data[os.write(descriptor, data) :]

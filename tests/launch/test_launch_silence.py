@@ -1,0 +1,51 @@
+"""A reader of our words that is gone or stalled changes nothing for the job; nor does a rule that fails."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_check.diagnose import examine
+from model_check.rundir import RunDir, read_json
+
+_FAILS = "import sys; print('it ran'); sys.exit(3)"
+
+
+def _run(tmp_path: Path, stderr: Any) -> subprocess.CompletedProcess[bytes]:
+    script = tmp_path / "train.py"
+    script.write_text(_FAILS)
+    command = [str(Path(sys.executable).with_name("model-check")), "run", "--run-dir", "run", "train.py"]
+    return subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=stderr, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("reader", ["gone", "stalled"])
+def test_a_reader_that_is_gone_or_stalled_changes_nothing(tmp_path: Path, reader: str) -> None:
+    read, write = os.pipe()
+    if reader == "gone":
+        os.close(read)
+    else:
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(write, b"x" * 4096)
+    done = _run(tmp_path, write)
+    assert (done.returncode, done.stdout.count(b"it ran")) == (3, 1)
+    verdict = read_json(tmp_path / "run" / "verdict.json")
+    assert (verdict["outcome"], verdict["exit_code"]) == ("failed", 3)
+
+
+def test_a_rule_that_fails_is_a_note_and_the_others_still_judge(tmp_path: Path) -> None:
+    assert _run(tmp_path, subprocess.PIPE).returncode == 3
+    run_dir = RunDir(tmp_path / "run")
+    before = examine(run_dir, live=False)
+    with run_dir.events(0).open("a") as events:
+        events.write('{"event": "gradients_differ", "step": 1, "ranks": 5}\n')  # no list: the rule stumbles over it
+    verdict = examine(run_dir, live=False)
+    assert [finding.code for finding in verdict.findings] == [finding.code for finding in before.findings] != []
+    assert not before.notes and "wrong_gradient_findings" in verdict.notes[0]
+    verdict.write(tmp_path / "again.json")
+    assert read_json(tmp_path / "again.json")["notes"] == verdict.notes
