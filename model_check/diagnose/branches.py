@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from model_check.diagnose.frames import Frame
-from model_check.diagnose.rank_names import asks_for_the_rank
+from model_check.diagnose.rank_names import asks_for_the_rank, names_its_ranks
 from model_check.diagnose.source import source_lines
 
 _MOST_CALLERS = 3  # functions up from the line
@@ -27,6 +27,7 @@ class Branch:
 
     test: str
     site: str
+    names_them: bool  # it names the ranks that get to the line, rather than those that do not
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,12 @@ def _branch(tree: ast.Module, file: str, line: int, callers: int) -> Branch | No
         if isinstance(node, ast.If) and any(_contains(child, line) for child in (*node.body, *node.orelse)):
             test = ast.unparse(node.test)
             if asks_for_the_rank(node.test, tree):
-                return Branch(f"if {test}", f"{file}:{node.lineno}")
+                in_body = any(_contains(child, line) for child in node.body)
+                named = names_its_ranks(node.test, tree) is in_body
+                return Branch(f"if {test}", f"{file}:{node.lineno}", named)
         if left := _left_before(node, outer, tree):
-            return Branch(f"if {ast.unparse(left.test)}: {ast.unparse(left.body[-1])}", f"{file}:{left.lineno}")
+            text = f"if {ast.unparse(left.test)}: {ast.unparse(left.body[-1])}"
+            return Branch(text, f"{file}:{left.lineno}", names_its_ranks(left.test, tree) is False)
     if function is None or callers == 0:
         return None
     found = [_branch(tree, file, call, callers - 1) for call in _calls_of(tree, function.name)]
@@ -119,6 +123,22 @@ def _left_before(node: ast.AST, outer: ast.AST, tree: ast.Module) -> ast.If | No
 def _calls_of(tree: ast.Module, name: str) -> list[int]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return [c.lineno for c in calls if name in (getattr(c.func, "id", None), getattr(c.func, "attr", None))]
+
+
+def is_outside(frame: Frame, loop: tuple[int, int]) -> bool:
+    """Whether a line of the loop's file is neither in the loop nor in a function that it calls, directly or not."""
+    tree = _tree(frame.file, frame.root)
+    if tree is None or loop[0] <= frame.line <= loop[1]:
+        return False
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    spans, reached = [loop], set[str]()
+    while spans:
+        first, last = spans.pop()
+        called = {f for f in functions if any(first <= line <= last for line in _calls_of(tree, f.name))}
+        new = {f for f in called if f.name not in reached}
+        reached |= {f.name for f in new}
+        spans += [(f.lineno, f.end_lineno or f.lineno) for f in new]
+    return frame.function.rpartition(".")[2] not in reached
 
 
 def swallowing_handler(frame: Frame) -> Handler | None:

@@ -165,29 +165,33 @@ def blame_for(
     (common, most), *rest = counts.most_common()
     if rest and most > rest[0][1] and most > len(calls) / 2:
         guilty = tuple(sorted(rank for rank, signature in signatures.items() if signature != common))
-        inside, why = _in_a_branch_of_their_own(calls)
-        if inside and not set(inside) & set(guilty):
+        agree = f"{most} of {len(calls)} ranks agree, {ranks_text(guilty)} differ{'s' if len(guilty) == 1 else ''}"
+        inside, why, named = _in_a_branch_of_their_own(calls)
+        if not inside or set(inside) & set(guilty):
+            return guilty, agree
+        if named and all(_is_novel(table, calls[rank]) for rank in inside):
             return inside, why  # a subset of the ranks may well be most of them
-        return (
-            guilty,
-            f"{most} of {len(calls)} ranks agree, {ranks_text(guilty)} differ{'s' if len(guilty) == 1 else ''}",
-        )
+        return guilty, f"{agree}; {why}"
     surprising = {rank: _surprise(table, issue) for rank, issue in calls.items()}
     odd = tuple(sorted(rank for rank, value in surprising.items() if value))
     if odd and len(odd) < len(calls) and len({signatures[rank] for rank in odd}) == 1:
         return odd, f"{ranks_text(odd)} left the order of its own earlier steps: {surprising[odd[0]]}"
-    return _in_a_branch_of_their_own(calls)
+    return _in_a_branch_of_their_own(calls)[:2]
 
 
-def _in_a_branch_of_their_own(calls: dict[int, Issue]) -> tuple[tuple[int, ...], str]:
-    """The ranks whose call stands under a condition on the rank, where the calls of the others do not."""
+def _in_a_branch_of_their_own(calls: dict[int, Issue]) -> tuple[tuple[int, ...], str, bool]:
+    """The ranks whose call stands under a condition on the rank, where the calls of the others do not.
+
+    And whether that condition names them: one that only leaves others out makes those the exception.
+    """
     branches = {rank: rank_branch(issue.frame) if issue.frame is not None else None for rank, issue in calls.items()}
     inside = tuple(sorted(rank for rank, branch in branches.items() if branch is not None))
     if not inside or len(inside) == len(calls) or len({calls[rank].key for rank in inside}) > 1:
-        return (), ""
+        return (), "", False
     branch = branches[inside[0]]
     assert branch is not None, f"rank {inside[0]} was chosen for its branch"
-    return inside, f"the call of {ranks_text(inside)} is reached only through `{branch.test}` at {branch.site}"
+    why = f"the call of {ranks_text(inside)} is reached only through `{branch.test}` at {branch.site}"
+    return inside, why, branch.names_them
 
 
 def _surprise(table: GroupTable, issue: Issue) -> str:
@@ -229,6 +233,9 @@ def _manner(table: GroupTable, deviant: Issue, usual: Issue) -> Manner:
     upcoming = _upcoming(table, usual)
     own_past = table.history(deviant.rank, deviant.seq)
     if not _is_novel(table, deviant):
+        expected = _predict(own_past, 1)
+        if expected and expected[0].key == deviant.key:
+            return "missing"  # it goes on as ever, past a call that the others make
         repeated = next((past for past in reversed(own_past) if past.key == deviant.key), None)
         same_step = repeated is not None and repeated.step == deviant.step and own_past[-1].key == deviant.key
         comes_later = any(later.op == deviant.op for later in upcoming)

@@ -58,6 +58,10 @@ _TIDY_END = (
     "end the script with dist.destroy_process_group(): threads of the backend that still run may abort the exit",
     "the work of the script is done; what it wrote before its end is whole",
 )
+_DAMAGED_FILE = (
+    "load an older file that is whole, or copy this one again from where it is: compare the sizes",
+    "save to a temporary name and rename it when it is whole: os.replace(tmp, path)",
+)
 _OWN_TYPES = frozenset(
     kind.__name__
     for kind in (UsageError, ConfigError, DataError, HubUnavailable, CacheDamaged, ModelError, CheckpointError)
@@ -228,8 +232,10 @@ def _exception_finding(
         again = user_frame({**exception, "origin": None})
         where = f", raised again at {again.site}" if again is not None else ""
         extra.append(f"observed: it was raised in {said.get('where')} of {who}{where}")
-    if code == "MC110" and (path := _file_being_read(root.rank, root.began)):
+    if code in ("MC110", "MC601") and (path := _file_being_read(root.rank, root.began)):
         extra.append(f"observed: it was reading {path}")
+    if code == "MC601" and not _own_words(exception):
+        fix = list(_DAMAGED_FILE)
     if code == "MC216":
         killed = "observed: the worker was ended by SIGKILL"
         gone = "inferred: a worker that goes without a word was killed (SIGKILL, often for memory) or called exit"

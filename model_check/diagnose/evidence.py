@@ -317,7 +317,7 @@ class Evidence:
     @cached_property
     def steps_completed(self) -> int:
         """Steps that every rank which made any has completed."""
-        done = [count for r in self.ranks.values() if (count := _steps_done(r)) > 0]
+        done = [count for r in self.ranks.values() if (count := steps_done(r)) > 0]
         return min(done) if done else 0
 
     def group_members(self, group: str) -> tuple[int, ...]:
@@ -337,7 +337,7 @@ class Evidence:
         return groups
 
 
-def _steps_done(rank: RankEvidence) -> int:
+def steps_done(rank: RankEvidence) -> int:
     """Every record carries the number of steps completed before it; the mark at a step's end completes one more.
 
     Of the newest few: another thread's record may be one behind, and a trainer that went back to a checkpoint counts

@@ -7,8 +7,11 @@ follows from an explanation is not reported beside it.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from model_check.diagnose.collectives import Matcher
 from model_check.diagnose.crash import crash_findings, find_failures
@@ -81,7 +84,8 @@ class Examiner:
 
 def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
     """All rules over one reading of the evidence."""
-    findings = find_all(evidence, matcher or Matcher())
+    rules = _Rules()
+    findings = find_all(evidence, matcher or Matcher(), rules)
     outcome, exit_code = _outcome(evidence, findings)
     return Verdict(
         outcome=outcome,
@@ -89,15 +93,33 @@ def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
         world_size=evidence.world_size,
         steps_completed=evidence.steps_completed,
         findings=findings,
+        notes=rules.notes,
     )
 
 
-def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
+class _Rules:
+    """Asks one rule after the other. One that fails finds nothing, and a note says so: the others still judge."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def ask(self, rule: Callable[..., list[Finding]], *facts: Any) -> list[Finding]:
+        try:
+            return rule(*facts)
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(at.filename).name}:{at.lineno}"
+            self.notes.append(f"the rule {rule.__name__} failed at {where} ({type(error).__name__}: {error})")
+            return []
+
+
+def find_all(evidence: Evidence, matcher: Matcher, rules: _Rules) -> list[Finding]:
+    ask = rules.ask
     tables = group_tables(evidence)
     waits = find_waits(evidence, tables)
-    mismatches = mismatch_findings(evidence, tables, matcher)
-    crashes = crash_findings(evidence, tables, waits)
-    numerics = numerics_findings(evidence)
+    mismatches = ask(mismatch_findings, evidence, tables, matcher)
+    crashes = ask(crash_findings, evidence, tables, waits)
+    numerics = ask(numerics_findings, evidence)
     if crashes and explains_failure(numerics, crashes[0]):
         crashes = []
     elif crashes and (ended := stopped_by_it(evidence, numerics, crashes[0])) is not None:
@@ -107,16 +129,18 @@ def find_all(evidence: Evidence, matcher: Matcher) -> list[Finding]:
         crashes = []
     # A suspicion that the ranks drifted apart stands alone, or is the reason for what happened next.
     stopped = crashes or any(f.severity == "error" for f in numerics)
-    hangs = [] if stopped or any(f.certainty == "proven" for f in certain) else hang_findings(evidence, tables, waits)
+    hangs = (
+        [] if stopped or any(f.certainty == "proven" for f in certain) else ask(hang_findings, evidence, tables, waits)
+    )
     causes = [*crashes, *hangs, *mismatches] if not certain else [*certain, *crashes, *hangs]
     # A step that was left out has done no harm; one that was applied, or that ended the job, explains all else.
     spoilt = bool(numerics) and not left_out_only(evidence)
-    slow = [] if causes or spoilt else slow_findings(evidence)
-    quiet = [] if spoilt else [*wrong_gradient_findings(evidence), *drift_findings(evidence)]
-    quiet += [] if spoilt or causes else [*same_batch_findings(evidence), *training_warnings(evidence)]
+    slow = [] if causes or spoilt else ask(slow_findings, evidence)
+    quiet = [] if spoilt else [*ask(wrong_gradient_findings, evidence), *ask(drift_findings, evidence)]
+    quiet += [] if spoilt or causes else [*ask(same_batch_findings, evidence), *ask(training_warnings, evidence)]
     causes = with_start(evidence, name_token_ids(evidence, causes))
-    found = [*numerics, *causes, *start_findings(evidence), *slow, *quiet]
-    found += [*retry_findings(evidence), *unwatched_findings(evidence)]
+    found = [*numerics, *causes, *ask(start_findings, evidence), *slow, *quiet]
+    found += [*ask(retry_findings, evidence), *ask(unwatched_findings, evidence)]
     # A start that took long is over: what slows the job down now comes first.
     return sorted(found, key=lambda f: (_SEVERITY[f.severity], f.code == "MC101", _CERTAINTY[f.certainty]))
 

@@ -9,7 +9,7 @@ from typing import Any
 from model_check.diagnose.evidence import Evidence
 
 # An error of our own that says its code itself.
-_NAMED = re.compile(r"\[(MC60[1-8])\] ")
+_NAMED = re.compile(r"\[(MC6(?:0[1-9]|10))\] ")
 _WORKER = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpectedly|is killed by signal)", re.I)
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
 _NO_GPU = re.compile(
@@ -39,6 +39,10 @@ _TORN = re.compile(
 _TORN_TYPES = frozenset(
     {"EOFError", "UnpicklingError", "JSONDecodeError", "SafetensorError", "ArrowInvalid", "BadZipFile"}
 )
+# A file that is whole and holds what torch.load does not allow.
+_REFUSED = re.compile(r"Unsupported (global|class|operand)|weights_only.{0,40}TorchScript", re.I)
+_CHECKPOINT_FILES = ("torch/serialization.py", "safetensors/", "torch/distributed/checkpoint/")
+_CHECKPOINT_TEXT = re.compile(r"\btorch\.load\(|\bload_file\(|\bsafe_open\(")
 # How the end of a worker shows when the loader notices it by its queue before torch notices it by its signal.
 _BROKEN_LINK = frozenset({"ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError"})
 _MAKES_DIRECTORY = re.compile(r"\bmkdir\(|\bmakedirs\(|\.mkdir\(|\brmtree\(|\bsymlink|\brename\(|\breplace\(")
@@ -75,7 +79,10 @@ def classify_exception(
     some_only = evidence is None or len(set(ranks)) < max(1, evidence.world_size)
     if some_only and kind == "FileExistsError" and _touches_directory(exception):
         return "MC107", f"{{who}} lost a race for a directory: {_short(text)}"
-    if some_only and _reads_file(exception) and (kind in _TORN_TYPES or _TORN.search(text)):
+    torn = (kind in _TORN_TYPES or _TORN.search(text)) and not _REFUSED.search(text)
+    if torn and _reads_checkpoint(exception) and (not some_only or _nobody_writes(evidence, ranks)):
+        return "MC601", "{who} read a file that is damaged or cut off"
+    if some_only and torn and _reads_file(exception):
         return "MC110", "{who} read a file that another rank was still writing"
     return "MC301", ""
 
@@ -110,6 +117,23 @@ def _touches_directory(exception: Mapping[str, Any]) -> bool:
         return True
     texts = [str(f.get("text") or "") for f in frames]
     return any(_MAKES_DIRECTORY.search(text) for text in texts) or not any(texts)
+
+
+def _reads_checkpoint(exception: Mapping[str, Any]) -> bool:
+    """In torch.load, safetensors or torch's distributed checkpoints."""
+    return any(
+        any(part in str(frame.get("file") or "") for part in _CHECKPOINT_FILES)
+        or _CHECKPOINT_TEXT.search(str(frame.get("text") or ""))
+        for frame in _frames(exception)
+    )
+
+
+def _nobody_writes(evidence: Evidence | None, ranks: Iterable[int]) -> bool:
+    """Every other rank waits for its peers or has failed too: none can be in the middle of a file."""
+    if evidence is None:
+        return False
+    others = [evidence.of(rank) for rank in evidence.all_ranks if rank not in set(ranks)]
+    return all(rank.blocking is not None or rank.exceptions for rank in others)
 
 
 def _reads_file(exception: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from model_check.rundir.verdict import Certainty, Severity
 # A kill leaves no frame: the line of these findings is where the rank was last seen, not the cause.
 PLACED_BY_RECORD = frozenset({"MC303", "MC304", "MC305"})
 LAST_RECORDED = "last recorded line"
+NO_LONGER_TRAINED = "the run no longer trained"
 LOST_ITS_PEER = "then lost its peer"
 THEN = re.compile(r"^observed: ranks? [\d, and]+ then ")  # what followed from the rest of the evidence
 

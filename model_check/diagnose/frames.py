@@ -38,7 +38,11 @@ _NETWORK = (
     "comet_ml/",
 )
 _NETWORK_STDLIB = ("ssl.py", "socket.py", "http/client.py", "urllib/request.py")
-_WRITE_TEXT = re.compile(r"\bopen\(|\.write\(|\.flush\(|fsync|torch\.save\(|save_file\(|write_text\(|write_bytes\(")
+# open() without a mode, or with one that is not on the line, reads.
+_WRITE_TEXT = re.compile(
+    r"\bopen\(.*([\"'][rbt]*[wax+][rbtwax+]*[\"']|O_WRONLY|O_RDWR)|\.write\(|\.flush\(|fsync"
+    r"|torch\.save\(|save_file\(|write_text\(|write_bytes\("
+)
 _INPUT_TEXT = re.compile(r"\binput\(|stdin\.(read|readline|buffer)|\bgetpass\(|in sys\.stdin")
 
 

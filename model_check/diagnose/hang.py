@@ -47,6 +47,11 @@ _WITH_A_TIMEOUT = (
     "look at what the other threads do, or why none is left",
     "queue.get(timeout=…), future.result(timeout=…) and event.wait(timeout=…) turn the wait into an error",
 )
+_READ_CALLS = {"open": "to open", "openat": "to open", "read": "to read", "pread64": "to read", "readv": "to read"}
+_FROM_ELSEWHERE = (
+    "look at who should write what the named line reads: a pipe has no writer yet, or its writer writes nothing",
+    "where it is a file: check its file system with df, mount, dmesg",
+)
 _PLURALS = {"is": "are", "has": "have", "was": "were"}
 
 
@@ -346,8 +351,24 @@ def _user_code(s: Standing) -> Named:
     facts += _failed_threads(s)
     if s.evidence.killed_as_hung:
         return "MC219", f"rank {s.rank.rank} is stuck{where}", s.frame, facts, []
+    if reading := _reading(s):
+        facts.append(f"observed: the kernel has it wait {reading}; no bytes arrive")
+        return "MC219", f"rank {s.rank.rank} waits {reading}{where}", s.frame, facts, list(_FROM_ELSEWHERE)
     quiet = f"has made no progress for {s.quiet_s:.0f} s" if s.quiet_s is not None else "makes no progress"
     return "MC219", f"rank {s.rank.rank} {quiet}{where}", s.frame, facts, []
+
+
+def _reading(s: Standing) -> str:
+    """What it waits to read, where the kernel has not come back from that."""
+    call = s.sample.syscall if s.sample is not None else ""
+    if s.busy or s.sample is None or call not in _READ_CALLS:
+        return ""
+    target = s.sample.syscall_target
+    kind = "a pipe" if target.startswith("pipe:") else "a socket" if target.startswith("socket:") else target
+    if _READ_CALLS[call] == "to open":
+        own = source_text(s.frame) if s.frame is not None else ""
+        return "to open a file for reading" if "open(" in own else "to open a file"
+    return f"for data while reading {kind or 'a file'}"
 
 
 def _doing(s: Standing) -> str:

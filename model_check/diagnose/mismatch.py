@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from model_check.diagnose.branches import rank_branch
 from model_check.diagnose.collectives import Divergence, Matcher, find_divergence, ranks_text
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.issues import GroupTable, Issue, flight_tables
 from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding
-from model_check.diagnose.uneven import short_of_data, uneven_finding
+from model_check.diagnose.uneven import left_their_loop, short_of_data, uneven_finding, uneven_steps_finding
 from model_check.rundir import Finding
 from model_check.rundir.verdict import Certainty, Severity
 
@@ -52,6 +53,10 @@ def _finding(evidence: Evidence, divergence: Divergence) -> Finding:
     short = short_of_data(evidence, divergence.calls, divergence.calls) if _calls_differ(divergence) else []
     if short:
         return uneven_finding(evidence, short, set(divergence.calls) - set(short), _calls(divergence))
+    frames = {rank: issue.frame for rank, issue in divergence.calls.items() if issue.frame is not None}
+    early = left_their_loop(evidence, frames) if _calls_differ(divergence) else []
+    if early:
+        return uneven_steps_finding(evidence, early, set(divergence.calls) - set(early), _calls(divergence))
     return _skipped_by_a_handler(evidence, divergence) or _plain(evidence, divergence)
 
 
@@ -144,7 +149,7 @@ def _title(divergence: Divergence, code: str) -> str:
         kinds = {"shape": "sizes", "dtype": "dtypes", "reduction": "reductions", "crossed": "crossed order"}
         return f"{who} called different {kinds.get(divergence.kind, 'collectives')} at the same place in their order"
     if code == "MC206":
-        if first.op in ("barrier", "monitored_barrier") and divergence.kind == "op" and others.op != first.op:
+        if divergence.kind == "op" and others.op != first.op and _is_a_lone_barrier(divergence):
             return f"{first.op} on {who} has no counterpart on the other ranks"
         return f"{who} skipped a collective that the other ranks called"
     if code == "MC207":
@@ -161,6 +166,15 @@ def _title(divergence: Divergence, code: str) -> str:
     if first.op == others.op:
         return f"{who} called {first.describe()} where the other ranks called {others.describe()}"
     return f"{who} called {first.op} where the other ranks called {others.op}"
+
+
+def _is_a_lone_barrier(divergence: Divergence) -> bool:
+    """A barrier where the guilty ranks never called one, and no condition kept them from the call of the others."""
+    first = divergence.first_call()
+    others = [i for rank, i in divergence.calls.items() if rank not in divergence.guilty and i.frame is not None]
+    kept_out = any(issue.frame is not None and rank_branch(issue.frame) for issue in others)
+    called = any(past.key == first.key for past in divergence.table.history(first.rank, first.seq))
+    return first.op in ("barrier", "monitored_barrier") and not called and not kept_out
 
 
 def _roots_used(divergence: Divergence) -> str:

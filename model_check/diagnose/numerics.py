@@ -5,6 +5,7 @@ A rank writes a `nonfinite` event only where its own pass went wrong; whoever me
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -13,8 +14,8 @@ from typing import Any
 from model_check.diagnose.branches import conditions_of
 from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
-from model_check.diagnose.evidence import Evidence
-from model_check.diagnose.findings import make_finding
+from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.findings import NO_LONGER_TRAINED, make_finding
 from model_check.diagnose.frames import Frame, whole
 from model_check.rundir import Finding
 from model_check.rundir.verdict import Certainty, Severity
@@ -23,13 +24,38 @@ _RANGES_SHOWN = 3
 _OF_NUMBERS = re.compile(r"(?i)\bnans?\b|isnan|\binf\b|isinf|infinit|finite|diverge")
 _NOT_AS_ASKED = "(debug.on_nan)"  # how our own trainer ends the sentence that says why it stops all the same
 _LEFT_OUT = ("skip", "rollback")
+_LOST_STEPS = 3  # in a row, before a run is said to have stopped training
+_STOP_AT_ONCE = "run again with --guard halt: the job then ends at the first such step, before its weights are spoilt"
 _EXPLAINED_SKIPS = 3  # by our own trainer, of all the steps it leaves out
 NONFINITE = frozenset(f"MC4{number:02d}" for number in range(1, 10))
 
 
 def numerics_findings(evidence: Evidence) -> list[Finding]:
     """One finding for each cause and place, at the first step it was seen; the earliest step first."""
-    return nonfinite_findings(evidence) or received_findings(evidence)
+    return _with_lost_steps(evidence, nonfinite_findings(evidence) or received_findings(evidence))
+
+
+def _with_lost_steps(evidence: Evidence, findings: list[Finding]) -> list[Finding]:
+    """Adds to the first finding that the run did not train after it, where the losses show that."""
+    lost = [found for rank in evidence.ranks.values() if (found := _bad_to_the_end(rank)) is not None]
+    since, last = min(lost, default=(0, 0))
+    if not findings or not lost or (findings[0].step or 0) > since:
+        return findings
+    first = findings[0]
+    said = f"observed: the loss of every step from {since} to {last} is not finite: {NO_LONGER_TRAINED}"
+    return [replace(first, evidence=[*first.evidence, said], fix=[*first.fix, _STOP_AT_ONCE]), *findings[1:]]
+
+
+def _bad_to_the_end(rank: RankEvidence) -> tuple[int, int] | None:
+    """The first and the last step of those at the end of a script's run whose losses are all not finite."""
+    bad: list[int] = []
+    for record in rank.happened("losses"):
+        for step, loss in zip(_list(record.get("steps")), _list(record.get("values")), strict=False):
+            if isinstance(loss, (int, float)) and math.isfinite(loss):
+                bad.clear()
+            else:
+                bad.append(whole(step))
+    return (bad[0], bad[-1]) if len(bad) >= _LOST_STEPS else None
 
 
 def unwatched_findings(evidence: Evidence) -> list[Finding]:

@@ -26,6 +26,23 @@ def asks_for_the_rank(test: ast.expr, tree: ast.Module) -> bool:
     return any(isinstance(node, ast.Name) and node.id in known for node in ast.walk(test))
 
 
+def names_its_ranks(test: ast.expr, tree: ast.Module) -> bool | None:
+    """Whether a condition names the ranks that meet it (`rank in (0, 1)`, `is_main`) or the others (`rank != 2`).
+
+    None where it does neither: `rank < 2` parts them in two.
+    """
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        named = names_its_ranks(test.operand, tree)
+        return None if named is None else not named
+    if isinstance(test, ast.BoolOp):
+        return next((names_its_ranks(part, tree) for part in test.values if asks_for_the_rank(part, tree)), None)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        how = test.ops[0]
+        return isinstance(how, (ast.Eq, ast.In)) if isinstance(how, (ast.Eq, ast.In, ast.NotEq, ast.NotIn)) else None
+    # A flag says who it is; a number is true for all ranks but 0.
+    return not ast.unparse(test).removesuffix("()").lower().endswith("rank")
+
+
 def _asks_whether_it_is_set(test: ast.expr) -> bool:
     """`rank is None`, `"RANK" in os.environ`, `local_rank != -1`: the same answer on all ranks."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

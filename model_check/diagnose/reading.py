@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import time
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,23 +34,32 @@ _LOG_TAIL_BYTES = 16 * 1024
 _LONGEST_LINE_BYTES = 16 << 20  # a record of ours is a few kilobytes
 _MOST_RANKS = 1 << 17  # a number beyond this is damage, not a job
 _KEPT_SAMPLES = 600
+_KEPT_FIRST, _KEPT_NEWEST = 100, 600  # records of each kind, of a run of any length
+_KEPT_OF = {"sample": (0, 16), "gradients": (50, 50)}  # samples are taken in by the reader at once
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP})
 _TIME_TO_END_S = 4.0  # from a rank's last word to the end of its process, on a busy machine
 _EARLIER_LIFE_S = 60.0  # a rank writes events before its ring is open, but not for long
 
 
 class JsonlTail:
-    """The records of an appended file, reading only what is new; a torn last line waits for its end."""
+    """The records of an appended file, reading only what is new; a torn last line waits for its end.
+
+    Of each kind the first and the newest are kept, so that a week costs no more than an hour. `fresh` holds what the
+    last update brought.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records: list[dict[str, Any]] = []
+        self.fresh: list[dict[str, Any]] = []
+        self._held: Counter[str] = Counter()
         self._offset = 0
         self._damaged_lines = 0
         self._inside_long_line = False
 
     def update(self) -> list[str]:
         """Reads on; returns a sentence for what cannot be read."""
+        self.fresh = []
         try:
             with open_regular(self.path) as file:
                 torn = self._read_on(file)
@@ -84,7 +94,21 @@ class JsonlTail:
             self._damaged_lines += 1
             return
         if isinstance(record, dict):
-            self.records.append(_with_common_names(record))
+            named = _with_common_names(record)
+            self.fresh.append(named)
+            self.records.append(named)
+            kind = str(named.get("event"))
+            self._held[kind] += 1
+            if self._held[kind] > 2 * sum(_KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))):
+                self._forget(kind)
+
+    def _forget(self, kind: str) -> None:
+        """Drops the middle of one kind; as many again may come before the next time."""
+        first, newest = _KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))
+        of_kind = [n for n, record in enumerate(self.records) if str(record.get("event")) == kind]
+        dropped = set(of_kind[first:-newest])
+        self.records = [record for n, record in enumerate(self.records) if n not in dropped]
+        self._held[kind] = first + newest
 
 
 def _with_common_names(record: dict[str, Any]) -> dict[str, Any]:
@@ -204,15 +228,15 @@ def _sample(t: float, body: Mapping[str, Any]) -> ProcSample:
     )
 
 
-def samples_by_rank(supervisor: Iterable[Mapping[str, Any]]) -> dict[int, list[ProcSample]]:
-    found: dict[int, list[ProcSample]] = {}
+def take_samples(supervisor: Iterable[Mapping[str, Any]], found: dict[int, deque[ProcSample]]) -> None:
+    """Adds the samples among these records to each rank's newest ones."""
     for record in supervisor:
         if record.get("event") != "sample" or not isinstance(record.get("ranks"), dict):
             continue
         for number, body in record["ranks"].items():
             if str(number).isdecimal() and len(number) < 10 and is_rank(int(number)) and isinstance(body, dict):
-                found.setdefault(int(number), []).append(_sample(_seconds(record), body))
-    return {rank: samples[-_KEPT_SAMPLES:] for rank, samples in found.items()}
+                samples = found.setdefault(int(number), deque(maxlen=_KEPT_SAMPLES))
+                samples.append(_sample(_seconds(record), body))
 
 
 class Reader:
@@ -221,6 +245,7 @@ class Reader:
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
         self._supervisor = JsonlTail(run_dir.supervisor_events)
+        self._samples: dict[int, deque[ProcSample]] = {}
         self._events: dict[int, JsonlTail] = {}
         self._rings: dict[int, FollowedRing] = {}
         self._dumps: dict[Path, tuple[float, Any]] = {}
@@ -229,12 +254,13 @@ class Reader:
         damage = self._supervisor.update()
         supervisor = self._supervisor.records
         exits, starts = _exits_and_starts(supervisor)
-        samples = samples_by_rank(supervisor)
+        take_samples(self._supervisor.fresh, self._samples)
+        samples = self._samples
         numbers = self._rank_numbers() | set(exits) | set(starts) | set(samples)
         live_now = time.monotonic() if now is None else now
         believed_before = live_now - _TIME_TO_END_S if live else math.inf
         ranks = {
-            n: self._read_rank(n, exits.get(n), starts.get(n), samples.get(n, []), damage, believed_before)
+            n: self._read_rank(n, exits.get(n), starts.get(n), samples.get(n, ()), damage, believed_before)
             for n in sorted(numbers)
         }
         environment = self._cached(self.run_dir.environment, _read_object)
@@ -266,7 +292,7 @@ class Reader:
         rank: int,
         exit: RankExit | None,
         started: float | None,
-        samples: list[ProcSample],
+        samples: Iterable[ProcSample],
         damage: list[str],
         believed_before: float,
     ) -> RankEvidence:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from model_check.diagnose.collectives import ranks_text
-from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, THEN
+from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, NO_LONGER_TRAINED, THEN
 from model_check.diagnose.numerics import NONFINITE
 from model_check.diagnose.source import lines_around
 from model_check.rundir import Finding, Verdict
@@ -29,7 +29,8 @@ def render(
         _as_above(finding, color) if told_before(finding) else _finding(finding, color, root)
         for finding in verdict.findings
     ]
-    return "\n\n".join([*blocks, _summary(verdict)])
+    notes = "\n".join(f"note: {printable(note)}" for note in verdict.notes)
+    return "\n\n".join(filter(None, [*blocks, notes, _summary(verdict)]))
 
 
 def printable(text: str) -> str:
@@ -125,4 +126,13 @@ def _summary(verdict: Verdict) -> str:
     done = verdict.steps_completed
     steps = f", {done} step{'s' if done != 1 else ''}" if done else ""
     found = ", ".join(named) if named else "nothing to report"
-    return f"{verdict.outcome}{code}: {size}{steps}: {found}"
+    return f"{verdict.outcome}{code}: {size}{steps}: {found}{_not_trained(verdict)}"
+
+
+def _not_trained(verdict: Verdict) -> str:
+    """A run whose losses are NaN ends like any other: only this line says that its time was wasted."""
+    for finding in verdict.findings:
+        if any(NO_LONGER_TRAINED in said for said in finding.evidence):
+            since = f" from step {finding.step} on" if finding.step is not None else ""
+            return f"; it did not train{since} ({finding.code}): --guard halt ends a run there"
+    return ""

@@ -85,7 +85,7 @@ def _drift_finding(evidence: Evidence, check: _Sums, differing: Sequence[str], b
     elif check.step == 0:
         lines.append("inferred: the ranks began with different weights: changed after DDP had made them alike")
     if not odd:
-        lines.append("inferred: with two ranks nobody can say which of them is right")
+        lines.append("inferred: no majority agrees: the ranks differ, and none of them can be called wrong")
     who = f"{ranks_text(guilty)} hold" if len(guilty) > 1 else f"{ranks_text(guilty)} holds"
     return make_finding(
         "MC410",

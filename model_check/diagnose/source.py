@@ -59,9 +59,10 @@ def _loops(file: str, root: str) -> tuple[tuple[int, int], ...]:
     return tuple((node.lineno, node.end_lineno or node.lineno) for node in found)
 
 
-def enclosing_loop(frame: Frame) -> tuple[int, int] | None:
-    """The first and last line of the innermost loop statement around a frame's line."""
-    around = [span for span in _loops(frame.file, frame.root) if span[0] <= frame.line <= span[1]]
+def enclosing_loop(frame: Frame, *lines: int) -> tuple[int, int] | None:
+    """The first and last line of the innermost loop statement around a frame's line, and around these lines as well."""
+    inside = (frame.line, *lines)
+    around = [span for span in _loops(frame.file, frame.root) if all(span[0] <= line <= span[1] for line in inside)]
     return max(around, key=lambda span: span[0], default=None)
 
 

@@ -1,18 +1,25 @@
-"""The rule on loaders that end on some ranks only: MC205."""
+"""The rule on loops over data, or over steps, that end on some ranks only: MC205."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from model_check.diagnose.branches import is_outside, rank_branch
 from model_check.diagnose.collectives import ranks_text
-from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
+from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of, steps_done
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
+from model_check.diagnose.source import enclosing_loop
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
 
 LOADER_ENDED = "exhausted"
+_SAME_STEPS = (
+    "agree on the number of steps before the loop: all_reduce(MIN) of the count, and all ranks use the result",
+    "cut the data into shards of equal length, or drop the last batches",
+    "with DDP: wrap the loop in torch.distributed.algorithms.join.Join",
+)
 
 
 def data_spans(rank: RankEvidence) -> list[Crumb]:
@@ -46,6 +53,67 @@ class _Round(NamedTuple):
 def _rounds(rank: RankEvidence) -> list[_Round]:
     sites = {c.seq: c.site for c in rank.crumbs if c.phase == "data" and c.event == "begin"}
     return [_Round(sites.get(c.span, ""), c.step, c.detail == LOADER_ENDED) for c in data_spans(rank)]
+
+
+def left_their_loop(evidence: Evidence, stands_at: Mapping[int, Frame | None]) -> list[int]:
+    """The ranks that are past the loop in which a peer still makes steps. No frame: the rank has ended."""
+    return [rank for rank in stands_at if any(_is_past(evidence, rank, peer, stands_at) for peer in stands_at)]
+
+
+def _is_past(evidence: Evidence, number: int, other: int, stands_at: Mapping[int, Frame | None]) -> bool:
+    rank, peer = evidence.of(number), evidence.of(other)
+    loop, here, there = _step_loop(rank), stands_at[number], stands_at[other]
+    if loop is None or loop != _step_loop(peer) or there is None:
+        return False
+    # Whoever skipped a call inside the loop is a step ahead of its peers at the end.
+    # After loops over data that ended alike the peer is in the next one.
+    ended = [sum(r.over for r in _rounds(one)) for one in (rank, peer)]
+    if not 0 < steps_done(rank) <= steps_done(peer) or (ended[0] and ended[0] == ended[1]):
+        return False
+    file, lines = loop.frame.file, (loop.frame.line, loop.last)
+    left = here is None or (here.file == file and is_outside(here, lines) and rank_branch(here) is None)
+    return left and there.file == file and not is_outside(there, lines)
+
+
+class _Loop(NamedTuple):
+    frame: Frame
+    last: int
+
+
+def _step_loop(rank: RankEvidence) -> _Loop | None:
+    """The loop around the rank's newest step: around the optimizer and the pass before it."""
+    marks = [c for c in rank.crumbs if c.file and (c.event, c.phase) == ("point", "step")][-1:]
+    for mark in marks:
+        passes = [c for c in rank.crumbs if c.seq < mark.seq and c.phase in ("forward", "backward") and c.file]
+        passed = [c.line for c in passes[-1:] if (c.file, c.function) == (mark.file, mark.function)]
+        span = enclosing_loop(frame_of(mark, rank.cwd), *passed) if passed else None
+        if span is not None:
+            return _Loop(Frame(mark.file, span[0], mark.function, root=rank.cwd), span[1])
+    return None
+
+
+def uneven_steps_finding(evidence: Evidence, short: Sequence[int], victims: Iterable[int], facts: list[str]) -> Finding:
+    first = evidence.of(min(short))
+    loop = _step_loop(first)
+    many = "s" if len(short) == 1 else ""
+    return make_finding(
+        "MC205",
+        f"{ranks_text(short)} left the training loop after {steps_done(first)} steps while other ranks go on",
+        ranks=short,
+        victims=victims,
+        frame=loop.frame if loop is not None else None,
+        evidence=[
+            *(f"observed: rank {rank} left the loop after {steps_done(evidence.of(rank))} steps" for rank in short),
+            *facts,
+            f"inferred: the loop of {ranks_text(short)} end{many} earlier, by a count or data of its own",
+        ],
+        certainty="proven",
+        step=first.step,
+        phase="step",
+        fix=_SAME_STEPS,
+        began=first.last_progress_t,
+        now=evidence.now,
+    )
 
 
 def loader_frame(rank: RankEvidence) -> Frame | None:

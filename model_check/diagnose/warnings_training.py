@@ -25,6 +25,9 @@ SPIKE_WINDOW = 50
 SPIKE_SCORE = 10.0
 SPIKE_STEPS = 3
 SPIKE_FACTOR = 1.5
+DIVERGED_STEPS = 15
+DIVERGED_FACTOR = 2.0
+_DIVERGED_LAST = 5
 # Losses that hardly move at all still move in their last digits.
 _LEAST_DEVIATION = 0.02
 STUCK_STEPS = 200
@@ -69,7 +72,7 @@ def training_warnings(evidence: Evidence) -> list[Finding]:
     looks = {rank.rank: _looks(rank) for rank in evidence.ranks.values()}
     looks = {rank: seen for rank, seen in looks.items() if seen}
     found = [
-        _spike(evidence, losses),
+        _spike(evidence, losses) or _diverged(evidence, own),
         _stuck(evidence, losses, looks),
         _dead(evidence, looks),
         _growing(evidence, looks) or _growing_metrics(evidence),
@@ -158,6 +161,31 @@ def _spike(evidence: Evidence, losses: Mapping[int, Sequence[tuple[int, float]]]
         ],
         severity="warning",
         step=step,
+        now=evidence.now,
+    )
+
+
+def _diverged(evidence: Evidence, series: Sequence[tuple[int, float]]) -> Finding | None:
+    """Our own trainer's loss is a cross-entropy: far above where it began, and above guessing, nothing is learnt."""
+    if len(series) < DIVERGED_STEPS:
+        return None
+    first = series[0][1]  # a rate that is far too high shows in the second step already
+    guess = math.log(evidence.vocabulary) if evidence.vocabulary else 0.0
+    if min(loss for _, loss in series[-_DIVERGED_LAST:]) <= DIVERGED_FACTOR * max(first, guess):
+        return None
+    step, loss = series[-1]
+    rates = _rates(evidence.metrics)
+    lines = [f"observed: loss {first:.4g} at step {series[0][0]}, {loss:.4g} at step {step}"]
+    lines += [f"observed: a model that guesses has ln({evidence.vocabulary}) = {guess:.4g}"] if guess else []
+    lines += [f"observed: learning rate {max(rates):g} at its highest"] if rates else []
+    return make_finding(
+        "MC413",
+        f"the loss grew from {first:.4g} to {loss:.4g} in {step - series[0][0] + 1} steps: training diverges",
+        ranks=evidence.ranks,
+        evidence=lines,
+        severity="warning",
+        step=step,
+        fix=["lower training.learning_rate, or warm it up: training.scheduler.warmup_steps"],
         now=evidence.now,
     )
 

@@ -188,3 +188,24 @@ def test_a_rank_that_meets_its_peers_at_the_end_with_one_call_less_behind_a_quie
     finding = stage.first(after=0.5)
     assert (finding.code, finding.ranks, finding.victims) == ("MC302", [1], [0]) and stage.line(finding) == 41
     assert finding.evidence[0].endswith("train.py:40, step 5") and "barrier" in finding.evidence[1]
+
+
+@pytest.mark.parametrize(
+    ("test", "guilty"),
+    [
+        ("rank != 2", [2]),
+        ("rank < 2", [2]),
+        ("not (rank == 2 and step == 5)", [2]),
+        ("rank in (0, 1)", [0, 1]),
+        ("is_writer_rank in (True,)", [0, 1]),
+    ],
+)
+def test_most_ranks_are_blamed_only_where_a_condition_names_them(stage, test, guilty):
+    stage.source("\n" * 48 + f"if {test}:\n    dist.broadcast(x, 0)\n")
+    ranks = stage.ranks(3)
+    stage.train(5)
+    for actor in ranks[:2]:
+        actor.collective("broadcast", 50, open=True)
+    ranks[2].collective(open=True)
+    finding = stage.first(after=0.5)
+    assert finding.ranks == guilty and any(test in line for line in finding.evidence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from staging import T0
 from model_check.diagnose import Examiner, examine, load
 from model_check.diagnose.flight import op_name, read_flight
 from model_check.diagnose.frames import Frame, innermost_user, is_user_path
-from model_check.diagnose.reading import JsonlTail, read_fault_text, read_stacks
+from model_check.diagnose.reading import JsonlTail, Reader, read_fault_text, read_stacks
 from model_check.rundir import JsonlWriter, RunDir
 
 
@@ -275,3 +276,19 @@ def test_what_counts_as_the_users_own_code(path, user):
 def test_whoever_opens_our_trainer_is_a_door_and_no_user(files, named):
     found = innermost_user(Frame(file, 7, "f") for file in files)
     assert (found.file if found is not None else "") == (files[0] if named is None else named)
+
+
+def test_a_long_run_is_held_in_bounded_memory_and_its_newest_records_are_there(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    reader = Reader(run_dir)
+    launcher, rank = JsonlWriter(run_dir.supervisor_events), JsonlWriter(run_dir.events(0))
+    launcher.write({"event": "job_started", "t": 0.0, "nproc": 1})
+    for t in range(1, 4001):
+        launcher.write({"event": "sample", "t": float(t), "ranks": {"0": {"pid": 1, "cpu_s": t}}})
+        rank.write({"event": "losses", "t": float(t), "steps": [t], "values": [1.0]})
+        if t % 500 == 0:
+            evidence = reader.read(live=True, now=float(t))
+            assert len(evidence.supervisor) < 100 and len(evidence.of(0).events) <= 1400
+            assert evidence.of(0).samples[-1].cpu_s == t and evidence.of(0).events[-1]["steps"] == [t]
+    assert evidence.said("job_started") and evidence.of(0).events[0]["steps"] == [1]
+    assert len(evidence.of(0).samples) == 600

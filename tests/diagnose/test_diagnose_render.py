@@ -102,7 +102,7 @@ CODES = (
     [f"MC{n}" for n in range(101, 111)]
     + [f"MC{n}" for n in range(201, 224)]
     + [f"MC{n}" for n in range(301, 314)]
-    + [f"MC{n}" for n in range(601, 610)]
+    + [f"MC{n}" for n in range(601, 611)]
     + [f"MC{n}" for n in range(901, 908)]
     + [f"MC{n}" for n in range(401, 418)]
     + [f"MC{n}" for n in range(501, 505)]

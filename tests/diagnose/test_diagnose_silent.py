@@ -334,6 +334,20 @@ def test_the_metrics_of_our_own_trainer_give_the_same_warnings(stage: Stage) -> 
     assert (found.code, found.step, found.ranks) == ("MC413", 90, [0])
 
 
+@pytest.mark.parametrize(("last", "codes"), [(63.0, ["MC413"]), (11.0, [])])
+def test_a_loss_that_climbs_far_above_its_start_diverges_also_in_a_short_run(
+    stage: Stage, last: float, codes: list[str]
+) -> None:
+    stage.ranks(1)
+    writer = JsonlWriter(stage.run_dir.metrics)
+    for step in range(30):
+        writer.write({"step": step, "loss": 8 + (last - 8) * step / 29, "grad_norm": 1.0, "lr": 3e-2})
+    writer.close()
+    found = stage.verdict().findings
+    assert [finding.code for finding in found] == codes
+    assert not found or "from 8 to 63 in 30 steps" in found[0].title
+
+
 def test_numbers_that_are_not_finite_say_more_than_warnings(stage: Stage) -> None:
     stage.ranks(2)
     stage.train(3)

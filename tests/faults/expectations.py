@@ -123,6 +123,10 @@ MISMATCHES = (
     hang("group_cycle", "MC218", (1, 2), nproc=3, severity="error"),
     hang("message_left_out", "MC218", (2,), nproc=3, severity="error", says=("send to rank 1", "all_reduce")),
     hang("groups_other_order", "MC201", (2,), nproc=3, says=("ranks 0,1", "ranks 1,2")),
+    # The minority is the suspect, also where its peers' call stands under a condition that only leaves it out.
+    hang("skip_by_condition", "MC206", (2,), nproc=3, severity="error", says=("if rank != 2", "all_reduce")),
+    hang("skip_one_broadcast", "MC206", (1,), nproc=3, severity="error", says=("broadcast", "all_reduce")),
+    hang("skip_by_early_return", "MC206", (0,), nproc=3, severity="error", says=("if rank == 0: return",)),
 )
 
 STUCK = (
@@ -133,6 +137,8 @@ STUCK = (
     hang("uneven_data_return", "MC205", (2,), nproc=3, severity="error"),
     hang("uneven_epoch_eval", "MC205", (1,), severity="error", says=("all_gather", "all_reduce")),
     hang("eval_batches_differ", "MC205", (1,), severity="error", says=("all_reduce",)),
+    hang("uneven_batches", "MC205", (0,), severity="error", says=("22 steps",)),
+    hang("uneven_steps", "MC205", (2,), nproc=3, severity="error", says=("18 steps",)),
     hang("stopped", "MC209", (1,), severity="warning", says=("SIGSTOP",)),
     hang("gil_held", "MC210", (1,), severity="warning"),
     hang("gil_held_regex", "MC210", (0,), severity="warning"),
@@ -144,6 +150,8 @@ STUCK = (
     hang("never_joins", "MC102", (2,), nproc=3, severity="warning"),
     hang("write_stuck", "MC213", (0,), severity="warning"),
     hang("write_stuck_pipe", "MC213", (1,), severity="warning"),
+    hang("read_stuck_pipe", "MC219", (1,), severity="warning", says=("reading", "pipe")),
+    hang("read_stuck_fifo", "MC219", (0,), severity="warning", says=("to open a file for reading", "who should write")),
     hang(
         "tracker_stuck", "MC214", (0,), severity="warning", environment={"WANDB_BASE_URL": "http://127.0.0.1:{silent}"}
     ),
@@ -192,6 +200,8 @@ CRASHES = (
     # From inside it looks like a return: its code is known when its process has ended.
     hang("system_exit_raised", "MC313", (1,), severity="error", exit_code=1, says=("no shard for step 12",)),
     crash("store_host_gone", "MC309", (0,)),
+    crash("checkpoint_cut_off", "MC601", (0,), exit_code=1, says=("last.pt", "os.replace")),
+    crash("weights_cut_off", "MC601", (0, 1), exit_code=1, says=("model.safetensors", "SafetensorError")),
     crash("import_error", "MC310", (1,), exit_code=1, says=("fast_tokenizer_kernels",)),
     crash("cuda_device_assert", "MC902", (1,), needs="gpu", says=("token id 100", "100 rows")),
     crash("cuda_index_assert", "MC311", (1,), needs="gpu"),
@@ -230,6 +240,7 @@ FRAMEWORKS = (
     crash("trainer_collator_fails", "MC301", (1,), exit_code=1, says=("KeyError", "labels")),
     hang("accelerate_gather_main", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
     slow("lightning_nan_sample", "MC404", (1,), says=("samples of the batch 5",)),
+    slow("trainer_nan_in_loss", "MC401", (1,), says=("add in the loss code",)),
     slow("trainer_log_of_zero", "MC401", (1,), says=("takes the logarithm of 0", "loss code")),
 )
 
@@ -248,6 +259,7 @@ NUMERICS = (
     slow("rate_spike", "MC405", (0, 1), says=("0.001", "100")),
     slow("exploding", "MC406", (0, 1), says=("gradient norm",)),
     slow("empty_mask", "MC408", (1,), says=("divides by a sum that is 0",)),
+    slow("nan_to_the_end", "MC408", (1,), says=("divides by a sum that is 0",)),
     slow("weights_too_large", "MC407", (0, 1), says=("layers",)),
     slow("log_of_zero", "MC401", (1,), says=("log", "Policy")),
     slow("replica_drift", "MC410", (2,), nproc=3, says=("head.bias", "step 20", "step 30")),

@@ -103,4 +103,16 @@ CHECKPOINTS: dict[str, Entry] = {
         ),
         "training.context_length was 8192 and is 16384",
     ),
+    "MC610": Entry(
+        "several trainings to continue",
+        "--resume auto found several trainings of this model on this data, and none with these settings.",
+        "checkpoint.dir holds other experiments, and the run directory is new, so it does not say which one is meant.",
+        "Checkpoints record the shapes, a fingerprint of the tokens and one of the settings.",
+        (
+            "add one of the --resume PATH that the message lists",
+            "give each experiment a --run-dir or a checkpoint.dir of its own: then auto knows which is meant",
+            "leave out --resume to start afresh",
+        ),
+        "--resume .checkpoints/a/step_00000999 or --resume .checkpoints/b/step_00000499",
+    ),
 }

@@ -54,10 +54,11 @@ HANGING: dict[str, Entry] = {
         "def __getitem__(self, i):\n    return read(self.paths[i])   # an NFS mount that hangs",
     ),
     "MC205": Entry(
-        "uneven data",
-        "One rank ran out of batches while its peers still train.",
+        "uneven data or steps",
+        "One rank ran out of batches, or of steps, while its peers still train.",
         "Its peers wait in the gradient reduction for a rank that has left the loop.",
-        "The loader of the rank ended; its peers are in a collective that it did not start.",
+        "The loader of the rank ended, or it is past the loop in which it made as many steps as its peers; they are in "
+        "a collective that it did not start.",
         (
             "use DistributedSampler(drop_last=True), or shards of equal length",
             "agree on the number of steps before the epoch: all_reduce(MIN) of len(loader)",
@@ -143,7 +144,8 @@ HANGING: dict[str, Entry] = {
         "Phase save or a writing line, no CPU time, no bytes moved, and the kernel waits in write, open or fsync.",
         (
             "check the file system: df, mount, dmesg",
-            "write checkpoints to a local disk first and copy them from there",
+            "where it is a pipe: look at who should read from its other end",
+            "where it is a checkpoint: write it to a local disk first and copy it from there",
         ),
         "open('/mnt/nfs/ckpt.pt', 'wb')   # the server is gone",
     ),
@@ -200,7 +202,7 @@ HANGING: dict[str, Entry] = {
     "MC219": Entry(
         "no progress in user code",
         "A rank stands at one line of the script while the others wait for it. A warning as long as it may come back.",
-        "A sleep, a subprocess that does not end, a blocking call.",
+        "A sleep, a subprocess that does not end, a blocking call, a read from a pipe that nobody writes to.",
         "It is the rank that nobody waits on behalf of; its stack names the line, and none of the special cases fits.",
         ("look at the named line", "give blocking calls a timeout: subprocess.run(…, timeout=60)"),
         "subprocess.run(['rsync', …])   # never returns",

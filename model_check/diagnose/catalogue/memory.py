@@ -32,8 +32,9 @@ MEMORY: dict[str, Entry] = {
     ),
     "MC503": Entry(
         "the run cannot fit",
-        "Before the launch: this configuration needs more memory than these GPUs have.",
-        "The sum of what the training step must hold at one moment is larger than the device.",
+        "Before the launch: this configuration needs more memory than these GPUs, or this host, have.",
+        "The sum of what the training step must hold at one moment is larger than the device. On CPU ranks, or with "
+        "fsdp.cpu_offload, the parameters, gradients and optimizer states are larger than the memory of the host.",
         "The plan computes it from the shapes; measured peaks lie within a few percent of it (docs/memory.md).",
         (
             "take the configuration that the message names",

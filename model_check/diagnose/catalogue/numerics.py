@@ -162,7 +162,8 @@ NUMERICS: dict[str, Entry] = {
         "The loss left its level by far more than it usually moves, and stayed away for several steps.",
         "A stretch of odd data, a learning rate at the edge, a change of the schedule, a bad resume.",
         "Each loss is compared with the median of the 50 before it, in units of their median deviation; three in a row "
-        "far above it are a spike. Runs of fewer than 60 steps are never judged.",
+        "far above it are a spike. Runs of fewer than 60 steps are not judged by that. The loss of our own trainer is "
+        "also compared with its first steps and with guessing, from step 15 on: twice as high, it diverges.",
         (
             "look at the batches of these steps",
             "clip gradients, or lower the learning rate",

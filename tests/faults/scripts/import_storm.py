@@ -1,14 +1,21 @@
-"""Four ranks import everything at once on a small machine."""
+"""Four ranks import a package at once that takes nine seconds, however fast the machine is."""
+
+import sys
+import tempfile
+from pathlib import Path
 
 import faultclock
 
+folder = Path(tempfile.mkdtemp(prefix="slow-package-"))
+(folder / "deepspeed.py").write_text(
+    "import time\nbegan = time.monotonic()\nwhile time.monotonic() < began + 9:\n    sum(range(10_000))\n"
+)
+sys.path.insert(0, str(folder))
+
 faultclock.fired()
-import datasets  # noqa: F401  # FAULT-ALSO
-import lightning  # noqa: F401  # FAULT
-import torch
-import torch.distributed as dist
-import transformers  # noqa: F401  # FAULT-ALSO
-from transformers import LlamaForCausalLM, Trainer  # noqa: F401  # FAULT-ALSO
+import deepspeed  # noqa: E402, F401  # FAULT
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
