@@ -1,4 +1,4 @@
-"""Before a launch: does the run fit into these GPUs? What cannot is stopped with one sentence, or made to fit.
+"""Before a launch: does the run fit into these GPUs and this host? What cannot is refused, or made to fit.
 
 The plan of the run goes into its directory: should it run out of memory all the same, the finding compares the two.
 """
@@ -17,10 +17,13 @@ from model_check.config.eight_bit import torchao_is_installed
 from model_check.config.resolve import may_be_hub_id
 from model_check.errors import UsageError
 from model_check.launch import Gpu
+from model_check.launch.memorykills import container_limit
 from model_check.plan.advice import Advice, advise, describe_need, fewest_gpus
-from model_check.plan.memory import GIB
+from model_check.plan.choice import choose_layout
+from model_check.plan.memory import GIB, plan_state
 from model_check.plan.options import Job, Option
 from model_check.plan.remedies import remedies
+from model_check.plan.workload import workload_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def fit_to_gpus(
         if not option.fits:
             say(f"plan: {describe_need(option)}; tried all the same (--force)")
         return Fitted(config, run_plan(job, option))
-    host_bytes = psutil.virtual_memory().total / ranks_per_host
+    host_bytes = _host_bytes() / ranks_per_host
     eight_bit = torchao_is_installed()
     if config.parallel.strategy == "auto":
         found = advise(job, eight_bit=eight_bit, host_bytes=host_bytes, may_change=_free_keys(config))
@@ -67,6 +70,42 @@ def fit_to_gpus(
         return Fitted(config, run_plan(job, option))
     found = advise(job, eight_bit=eight_bit, host_bytes=host_bytes)
     raise UsageError(f"this run cannot fit: {describe_need(option)}", remedy=_remedy(job, found), code="MC503")
+
+
+def check_host_memory(
+    config: Config, *, on_gpu: bool, world_size: int, ranks_per_host: int, force: bool, say: Callable[[str], None]
+) -> None:
+    """Refuses a run whose ranks must hold more than this host has: the kernel would kill them one by one.
+
+    Only what no run can do without is counted: parameters, gradients and optimizer states.
+    """
+    if _shape_is_on_the_hub(config) or (on_gpu and not config.fsdp.cpu_offload):
+        return
+    parameters = shape_of(config).parameters()
+    layout = choose_layout(config, world_size, ranks_per_host=ranks_per_host, parameters=parameters)
+    load = workload_of(config, world_size)
+    # CPU ranks store their parameters in float32, whatever their products run in.
+    state = plan_state(parameters, load if on_gpu else replace(load, precision="fp32"), layout)
+    needed = ranks_per_host * (state.host if on_gpu else state.allocated + state.host)
+    host = _host_bytes()
+    if needed <= host:
+        return
+    ranks = f"{ranks_per_host} {'GPU' if on_gpu else 'CPU'} rank{'s' if ranks_per_host > 1 else ''}"
+    fact = (
+        f"the parameters, gradients and optimizer states of {ranks} need {needed / GIB:.1f} GiB of host memory, and "
+        f"this host has {host / GIB:.1f}"
+    )
+    if force:
+        say(f"plan: {fact}; tried all the same (--force)")
+        return
+    smaller = "set fsdp.cpu_offload=false or use more hosts" if on_gpu else "take a smaller model (--preset debug)"
+    raise UsageError(f"this run cannot fit: {fact}", remedy=f"{smaller}, or --force to try all the same", code="MC503")
+
+
+def _host_bytes() -> int:
+    """Memory of this host, or of the container that this process lives in."""
+    total = psutil.virtual_memory().total
+    return min(total, container_limit() or total)
 
 
 def say_if_crowded(gpus: Sequence[Gpu], option: Option, say: Callable[[str], None]) -> None:

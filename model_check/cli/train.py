@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from model_check.checkpoint import layout
-from model_check.cli.fitting import Fitted, fit_to_gpus
+from model_check.cli.fitting import Fitted, check_host_memory, fit_to_gpus
 from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
 from model_check.cli.rank_start import begin_rank
 from model_check.config import Config, check_world, to_jsonable
@@ -92,6 +92,14 @@ def train(
     if dry_run:
         typer.echo(json.dumps(to_jsonable(fitted.config), indent=2))
         return 0
+    check_host_memory(
+        fitted.config,
+        on_gpu=bool(chosen),
+        world_size=ranks * nnodes,
+        ranks_per_host=ranks,
+        force=force,
+        say=_to_stderr,
+    )
     return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, run_dir, resume, verbose_init)
 
 
@@ -174,14 +182,13 @@ def _train_as(
 ) -> None:
     directory = RunDir(context.run_dir)
     _check(config, context.world_size)
+    on_gpu = context.device.startswith("cuda")
+    say = _to_stderr if context.rank == 0 else lambda line: None
+    ranks, world_size = context.local_world_size, context.world_size
     fitted = fit_to_gpus(
-        config,
-        visible if context.device.startswith("cuda") else [],
-        world_size=context.world_size,
-        ranks_per_host=context.local_world_size,
-        force=force,
-        say=_to_stderr if context.rank == 0 else lambda line: None,
+        config, visible if on_gpu else [], world_size=world_size, ranks_per_host=ranks, force=force, say=say
     )
+    check_host_memory(fitted.config, on_gpu=on_gpu, world_size=world_size, ranks_per_host=ranks, force=force, say=say)
     if config.launch.memory_limit_gb is not None:
         _limit_one_rank(context, config.launch.memory_limit_gb)
     with _gate_of_one_rank(config, context):
@@ -243,7 +250,8 @@ def _train_here(
     _write_identity(directory, fitted)
     with _verdict_before_the_ranks(directory, ranks * nnodes):
         prepare_with_progress(config)
-    supervisor = supervisor_for(directory, Limits(kill_after_s=config.launch.hang_kill_after_s))
+    limits = Limits(kill_after_s=config.launch.hang_kill_after_s, io_kill_after_s=config.launch.io_kill_after_s)
+    supervisor = supervisor_for(directory, limits)
     result = launch_job(
         train_rank,
         TrainOrder(config, resume, verbose_init=verbose_init),

@@ -10,7 +10,7 @@ from typing import Any
 from model_check.config import codes
 from model_check.config.faults import shown
 from model_check.config.presets import DEFAULT_PRESET, PRESETS, preset_path
-from model_check.config.resolve import SIZES, existing_folder
+from model_check.config.resolve import SIZES, weights_file
 from model_check.config.schema import Config, build_config, flat_values, parse_values, section_names
 from model_check.config.sources import parse_yaml, read_config_file
 from model_check.config.validate import rule_problems
@@ -103,10 +103,13 @@ class _Layers:
         self.values |= flat_values(config)
         self.origins |= config.origins
 
-    def leave_shape_to_folder(self) -> None:
-        """A preset's sizes are those of its own model: a folder that somebody else named has a shape of its own."""
+    def leave_shape_to_named_model(self) -> None:
+        """A preset's sizes describe its own model. A model that the user names brings its whole shape.
+
+        A plain file of weights says no sizes, so those of the preset stay.
+        """
         path = self.values.get("model.model_path")
-        if not isinstance(path, str) or self._is_from_preset("model.model_path") or existing_folder(path) is None:
+        if not isinstance(path, str) or self._is_from_preset("model.model_path") or weights_file(path) is not None:
             return
         for key in (f"model.{name}" for name in SIZES):
             if self._is_from_preset(key):
@@ -162,7 +165,7 @@ def _checked(layers: _Layers, source: str) -> Config:
     if any(problem.code == codes.UNKNOWN_PRESET for problem in layers.problems):
         # Without its preset most of a configuration is missing; what else seems wrong follows from that.
         raise ConfigError(layers.problems, source)
-    layers.leave_shape_to_folder()
+    layers.leave_shape_to_named_model()
     config, problems = parse_values(layers.values, layers.origins)
     problems = layers.problems + problems
     if problems or config is None:

@@ -38,8 +38,9 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """What is trained. A size left null comes from the shape that model_path names. The sizes of a preset hold for
-    other built-in names too, but not for a folder named by file or `--set`: it brings all of its own."""
+    """What is trained. A size left null comes from the shape that model_path names. A model that you name in a
+    file or with `--set` brings its whole shape: the sizes of a preset hold for the preset's own model only. Sizes that
+    you set yourself win over both."""
 
     model_path: Name | None = Field(
         default=None,
@@ -75,9 +76,10 @@ class ModelSection(Section):
     init_std: float = Field(
         default=0.02, gt=0, le=1, description="Standard deviation of fresh weights; smaller is calmer."
     )
-    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "math"] = Field(
+    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "flash_attn_4", "math"] = Field(
         default="auto",
-        description="Attention kernel. `auto` takes the fastest that works here; `flash_attn` needs that package.",
+        description="Attention kernel. `auto` takes the fastest that works here; `flash_attn` and `flash_attn_4` need "
+        "their packages.",
     )
 
 
@@ -260,6 +262,12 @@ class LaunchSection(Section):
     )
     hang_kill_after_s: float = Field(
         default=300, ge=0, description="Seconds without progress until the job is ended. 0: never."
+    )
+    io_kill_after_s: float = Field(
+        default=0,
+        ge=0,
+        description="Seconds in uninterruptible I/O (process state D: a slow or lost filesystem) until the job is "
+        "ended. 0: never, it is only warned about.",
     )
     stop_grace_s: float = Field(
         default=600,

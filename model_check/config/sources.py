@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from model_check.config import codes
+from model_check.config.presets import PRESETS
 from model_check.errors import ConfigError, Problem
 
 _JSON_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n\r]*|/\*.*?\*/|\s+|.', re.DOTALL)
@@ -99,9 +100,10 @@ def read_config_file(path: Path) -> Any:
         return parse_yaml(text) if is_yaml else parse_json(text)
     except OSError as error:
         reason = error.strerror or str(error)
-        problem = Problem(
-            codes.FILE_UNREADABLE, "", f"{path} cannot be read: {reason}", "check the path given to --config"
-        )
+        # Earlier guides keep what are presets now in files, such as config_stable.json.
+        preset = next((name for name in PRESETS if name in path.stem.split("_")), None)
+        remedy = f"did you mean --preset {preset}?" if preset else "check the path given to --config"
+        problem = Problem(codes.FILE_UNREADABLE, "", f"{path} cannot be read: {reason}", remedy)
     except UnicodeDecodeError as error:
         problem = Problem(
             codes.FILE_SYNTAX, "", f"{path} is not UTF-8 text (byte {error.start})", "save the file as UTF-8"

@@ -197,15 +197,12 @@ class Job:
 
         kept   gathered parameters are kept, whatever training would do
         """
-        compiled = self.config.training.compile == "on" or (
-            self.config.training.compile == "auto" and layout.tensor == 1
-        )
         batch = load.batch
         best: Option | None = None
         while batch >= 1:
             samples = batch * layout.data_parallel
             if self.global_batch % samples == 0:
-                cut = replace(load, batch=batch, micro_batches=self.global_batch // samples, compiled=compiled)
+                cut = replace(load, batch=batch, micro_batches=self.global_batch // samples)
                 gathers = replace(layout, keep_gathered=True) if kept else self.gathering_of(layout, cut)
                 option = self.option(gathers, cut)
                 if best is None or not best.fits or (option.fits and option.seconds_per_token < best.seconds_per_token):

@@ -42,7 +42,6 @@ class Workload:
 def workload_of(config: Config, world_size: int) -> Workload:
     """What the configuration asks for on GPUs."""
     training, parallel = config.training, config.parallel
-    compiles = training.compile == "on" or (training.compile == "auto" and parallel.tensor == 1)
     return Workload(
         batch=training.batch_size,
         context=training.context_length,
@@ -50,7 +49,7 @@ def workload_of(config: Config, world_size: int) -> Workload:
         precision=training.compute_precision,
         states=training.optimizer_states,
         recomputation=parallel.activation_checkpointing,
-        compiled=compiles,
+        compiled=training.compile != "off",  # on a GPU `auto` compiles every layout
         fused_loss=training.fused_loss != "off",
         gathers_half=config.fsdp.use_mixed_precision,
         offloads=config.fsdp.cpu_offload,

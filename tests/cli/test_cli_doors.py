@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,47 @@ def test_pretrain_main_trains_on_one_rank(shell: Shell) -> None:
     assert done.code == 0, done.err
     assert len(re.findall(r"^\[CPU0\] Step \[", done.out, re.M)) == 2
     assert "[CPU1]" not in done.out
+
+
+@pytest.mark.parametrize("door", ["pretrain_main.py", "train.py", "config.py", "scripts/train_ddp.py"])
+def test_a_door_finds_the_installed_packages_from_a_fresh_shell(shell: Shell, tmp_path: Path, door: str) -> None:
+    """After run.sh the packages are in .venv beside the doors; the shell's own interpreter has none of them."""
+    for folder in ("scripts", "model_check"):
+        (tmp_path / "copy" / folder).parent.mkdir(exist_ok=True)
+        shutil.copytree(ROOT / folder, tmp_path / "copy" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pretrain_main.py", "train.py", "config.py"):
+        shutil.copy(ROOT / name, tmp_path / "copy" / name)
+    installed = tmp_path / "copy" / ".venv" / "bin"
+    installed.mkdir(parents=True)
+    (installed / "python").write_text(f'#!/bin/sh\nexec "{BIN / "python"}" "$@"\n')
+    (installed / "python").chmod(0o755)
+    bare = [sys._base_executable, "-S", str(tmp_path / "copy" / door)]
+    done = shell.run(*bare, "--debug", "--dry-run")
+    assert done.code == 0 and '"values"' in done.out, done.err
+    (installed / "python").unlink()
+    lost = shell.run(*bare, "--debug", "--dry-run")
+    assert lost.code == 1 and "bash run.sh --debug" in lost.err and "Traceback" not in lost.err
+
+
+def test_the_launch_module_of_torch_makes_ranks_of_run_6_test(shell: Shell) -> None:
+    done = shell.run(
+        *(str(BIN / "python"), "-m", "torch.distributed.launch", "--nproc_per_node=2", "--standalone"),
+        *(str(ROOT / "scripts" / "run_6_test.py"), "--fast_dev_run", "1", "--num_workers", "0", *SETS),
+    )
+    assert done.code == 0, done.err
+    for rank in (0, 1):
+        assert re.search(rf"^\[CPU{rank}\] Step \[\d/1\]", done.out, re.M), done.out
+
+
+def test_the_check_of_a_configuration_is_where_the_guides_import_it_from(shell: Shell) -> None:
+    code = "from src.utils.validation import validate_config; print(validate_config({'model': {'hidden_size': 60}}))"
+    done = shell.run(str(BIN / "python"), "-c", code, PYTHONPATH=str(ROOT))
+    assert done.code == 0 and done.out.startswith("(False, ['model.hidden_size must be divisible"), done.err
+
+
+def test_a_file_that_has_become_a_preset_is_named(shell: Shell) -> None:
+    done = shell.model_check("train", "--config", "config_stable.json", "--dry-run")
+    assert done.code == 2 and "did you mean --preset stable?" in done.err
 
 
 def test_torchrun_makes_ranks_of_pretrain_main(shell: Shell) -> None:

@@ -63,7 +63,7 @@ WRONG_VALUES = [
     ({"model": {"num_layers": None, "hidden_size": None}}, "MC823", "model.num_layers and model.hidden_size", "llama"),
     ({"model": {"init": "pretrained"}}, "MC824", "model.model_path is null", "set model.model_path"),
     (
-        {"model": {"init": "pretrained", "model_path": "llama-3.2-1b"}},
+        {"model": {"init": "pretrained", "model_path": "llama-3.2-1b", "num_layers": 2}},
         "MC825",
         "model.num_layers=2 differs from the 16 of the weights",
         "set model.num_layers to null",

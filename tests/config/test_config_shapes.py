@@ -146,6 +146,17 @@ def test_a_folder_defines_its_shape_under_every_preset(tmp_path: Path, preset: s
     )
 
 
+@pytest.mark.parametrize("preset", [*PRESETS, None])
+def test_a_model_that_the_user_names_brings_its_whole_shape(tmp_path: Path, preset: str | None) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"model": {"model_path": "llama-3.1-70b"}}))
+    assert resolve_shape(load_config(file, preset=preset).model) == SHAPES["llama-3.1-70b"]
+    named = load_config(preset=preset, overrides=["model.model_path=llama-3.1-70b"])
+    assert resolve_shape(named.model) == SHAPES["llama-3.1-70b"]
+    asked = load_config(file, preset=preset, overrides=["model.num_layers=2"])
+    assert resolve_shape(asked.model) == replace(SHAPES["llama-3.1-70b"], num_layers=2)
+
+
 def test_a_size_that_somebody_asked_for_holds_against_the_folder(tmp_path: Path) -> None:
     folder = write_folder(tmp_path)
     file = tmp_path / "run.json"

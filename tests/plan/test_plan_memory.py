@@ -38,8 +38,8 @@ MEASURED = [
     (32, Workload(1, 8192, states="bf16"), 97.1, "loss"),
     (32, Workload(1, 8192, states="bf16", recomputation="selective"), 78.1, "loss"),
     (32, Workload(1, 8192, states="bf16", recomputation="full"), 75.3, "backward"),
-    (32, Workload(1, 8192, states="bf16", precision="fp8"), 86.1, "loss"),
-    (4, Workload(2, 8192, states="bf16", precision="fp8"), 23.4, "loss"),
+    (32, Workload(1, 8192, states="bf16", precision="fp8"), 87.6, "loss"),
+    (4, Workload(2, 8192, states="bf16", precision="fp8"), 26.0, "loss"),
 ]
 
 
@@ -59,7 +59,8 @@ def cases_and_rows() -> list[tuple[Any, dict[str, Any]]]:
     spec.loader.exec_module(benchmark)
     rows = json.loads((BENCHMARKS / "results" / "2026-11-15-plan-memory-h200.json").read_text())["rows"]
     named = {case.name: case for case in benchmark.CASES}
-    return [(named[row["case"]], row) for row in rows]
+    # fp8 was measured before its output projection ran in fp8; the throughput benchmark has its peaks since (above).
+    return [(named[row["case"]], row) for row in rows if not row["case"].startswith("fp8")]
 
 
 @pytest.mark.parametrize(("case", "row"), [pytest.param(c, r, id=c.name) for c, r in cases_and_rows()])

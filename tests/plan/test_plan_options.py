@@ -16,6 +16,7 @@ from model_check.plan.flops import count_flops_per_token
 from model_check.plan.memory import GIB
 from model_check.plan.options import LARGEST_BATCH, Job
 from model_check.plan.remedies import remedies
+from model_check.plan.workload import workload_of
 
 
 def job(preset: str, gpu: str, gpus: int = 1, *overrides: str) -> Job:
@@ -363,3 +364,12 @@ def test_a_gpu_that_is_not_in_the_table_has_memory_and_no_speed() -> None:
     assert plan.as_configured().speed is None
     found = advise(plan)
     assert found is None or found.option.fits
+
+
+@pytest.mark.parametrize(("compile_", "expected"), [("auto", True), ("on", True), ("off", False)])
+def test_tensor_parallelism_is_planned_as_the_engine_compiles_it(compile_: str, expected: bool) -> None:
+    overrides = ["parallel.tensor=2", f"training.compile={compile_}"]
+    config = load_config(preset="full", overrides=overrides)
+    assert workload_of(config, 8).compiled is expected
+    job = Job(config, resolve_shape(config.model), 8, parse_device("H100"))
+    assert {option.load.compiled for option in job.options()} == {expected}

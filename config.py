@@ -1,0 +1,6 @@
+"""Print the resolved configuration. In code it is `from model_check import load_config, validate_config`."""
+
+from scripts.doors import enter
+
+if __name__ == "__main__":
+    enter("train", "--dry-run")
