@@ -13,13 +13,13 @@ import psutil
 
 from model_check.doctor.check import Check, failed, gib, passed, warned
 from model_check.doctor.settings import Limits, Settings
-from model_check.launch.memorykills import memory_cgroups, memory_limit
+from model_check.launch.memorykills import container_limit
 
 
 def check_host(settings: Settings) -> Iterator[Check]:
     limits = settings.limits
     cores = len(os.sched_getaffinity(0))
-    yield judge_memory(psutil.virtual_memory().available, _container_limit(), cores, limits)
+    yield judge_memory(psutil.virtual_memory().available, container_limit(), cores, limits)
     yield judge_load(os.getloadavg()[0], cores, limits)
     yield check_open_files(limits)
     yield check_processes(limits)
@@ -27,12 +27,6 @@ def check_host(settings: Settings) -> Iterator[Check]:
     yield check_locked_memory(limits, settings.places.infiniband)
     yield check_shared_memory(settings.places.shared_memory, limits)
     yield judge_clock(time.time(), _newest_change(settings.places.newest_file), _kernel_says_synchronised(), limits)
-
-
-def _container_limit() -> int | None:
-    """What is left of the tightest memory limit around this process."""
-    limits = [limit for folder in memory_cgroups(os.getpid()) if (limit := memory_limit(folder)) is not None]
-    return min(limits, default=None)
 
 
 def judge_memory(available: int, container: int | None, cores: int, limits: Limits) -> Check:
