@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -13,13 +14,16 @@ from model_check.errors import LaunchError
 _OURS = "model_check"
 _MACHINERY = ("importlib", "_frozen_importlib", "_frozen_importlib_external", "runpy", "__main__", _OURS)
 _LONGEST = 300
+# Modules whose distribution has another name.
+_DISTRIBUTIONS = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
+_EXTRA = re.compile(r"""^(?P<name>[\w.-]+).*;\s*extra\s*==\s*["'](?P<extra>\w+)["']""")
 
 
 def broken_package(error: BaseException) -> LaunchError | None:
     """The package whose import raised this, whatever it raised; None where no import of another package did."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing and "." not in missing and missing != _OURS:
-        return LaunchError(f"the package {missing} is not installed", remedy="bash run.sh installs what is needed")
+        return LaunchError(f"the package {missing} is not installed", remedy=_how_to_install(missing))
     name = _first_foreign_module(error.__traceback__)
     if name is None and isinstance(error, SyntaxError):
         name = _module_unread(error)  # what cannot be read has not begun to run
@@ -30,6 +34,19 @@ def broken_package(error: BaseException) -> LaunchError | None:
     said = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
     remedy = f"move that file away if it is not the real {name}, else pip install --force-reinstall {_brought_by(name)}"
     return LaunchError(f"the package {name} cannot be imported: {said} ({_place(error)})", remedy=remedy)
+
+
+def _how_to_install(module: str) -> str:
+    """The extra of ours that brings the package, where one does."""
+    wanted = _DISTRIBUTIONS.get(module, module).replace("_", "-").lower()
+    try:
+        requirements = importlib.metadata.requires("model-check") or []
+    except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
+        requirements = []
+    for match in filter(None, map(_EXTRA.match, requirements)):
+        if match["name"].replace("_", "-").lower() == wanted:
+            return f'pip install "model-check[{match["extra"]}]" brings it, and so does bash run.sh in a clone'
+    return "bash run.sh installs what is needed"
 
 
 def _place(error: BaseException) -> str:
