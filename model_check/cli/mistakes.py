@@ -17,7 +17,7 @@ _parser: Any = sys.modules[typer.BadParameter.__module__]
 ParserError: type[Exception] = _parser.ClickException
 
 # How the two of them say that a text is not of the kind that a flag takes.
-_WRONG_KIND = re.compile(r"valid (integer|number|float)")
+_WRONG_KIND = re.compile(r"valid (int|integer|number|float)\b")
 
 
 def in_our_words(error: Any, verb: str) -> UsageError:
@@ -63,7 +63,7 @@ def _bad_value(error: Any, called: str) -> UsageError:
     name, value = _name(error.param), _refused_value(error)
     wrong = _WRONG_KIND.search(error.message)
     if wrong and value is not None:
-        kind = "a whole number" if wrong[1] == "integer" else "a number"
+        kind = "a whole number" if wrong[1].startswith("int") else "a number"
         return UsageError(f"{name} {value} is not {kind}", remedy=f"give {name} {kind}")
     said = _sentence(error.message).replace("input should be", "must be")
     fact = f"{name} {said}" if value is None else f"{name} {value} {said}"
@@ -76,7 +76,7 @@ def _refused_value(error: Any) -> str | None:
     if callable(details):
         refused = details()
         return str(refused[0]["input"]) if refused else None
-    quoted = re.match(r"'(.*)' is not a valid (?:integer|float)", error.message)
+    quoted = re.match(r"'(.*)' is not a valid (?:int|integer|float)", error.message)
     return quoted[1] if quoted else None
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -68,8 +69,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if source.exists() and not (site / top).exists():
                 (site / top).symlink_to(source)
     (site / "model_check").symlink_to(ROOT / "model_check")
-    installed = Path(str(importlib.metadata.distribution("model-check").locate_file("")))
-    about = next(installed.glob("model_check-*.dist-info"))
+    about = next(Path(sysconfig.get_path("purelib")).glob("model_check-*.dist-info"))
     (site / about.name).symlink_to(about)
     (home / "bin" / "py-spy").symlink_to(Path(sys.executable).parent / "py-spy")
     return home / "bin" / "python"
