@@ -2,11 +2,13 @@
 
 We start the command as it is, with the black box injected, and keep out of its way: its output and its terminal are
 its own. Ranks are found by the rings that appear in the run directory. Exits are noticed by pidfd.
+
+What a clean command leaves running lives on, and so do the children of a clean rank, whoever else fails. Only a second
+Ctrl-C or SIGTERM ends them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -19,10 +21,10 @@ from types import FrameType
 from typing import Any
 
 from model_check.errors import UsageError
-from model_check.launch import processes
+from model_check.launch import orphans, processes
 from model_check.launch.exits import ExitWatcher, ProcessExit, exit_code_recorded
-from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit
-from model_check.launch.guard import Guard
+from model_check.launch.failures import CLEAN_CODES, RankExit
+from model_check.launch.guard import Guard, JobMark
 from model_check.launch.hooks import EndJob
 from model_check.launch.injection import forget_outer_job
 from model_check.launch.signals import Requests, handle
@@ -32,7 +34,6 @@ from model_check.rundir import RunDir
 from model_check.rundir.identity import is_near, live_pid
 from model_check.rundir.ring import read_header
 
-_PR_SET_CHILD_SUBREAPER = 36
 _TURN_S = 0.1
 _HANG_GRACE_S = 2.0
 _RING_NAME = re.compile(r"rank-(\d+)\.ring$")
@@ -56,11 +57,12 @@ def run_command(
     `stop_grace_s`: what the command has after a request to stop before everything is killed.
     """
     forget_outer_job()
-    with Guard(str(run_dir.root)):
+    mark = JobMark(os.environ)
+    with Guard(mark, run_dir) as guard:
         # Ranks whose launcher dies become our children, so that we can still end them.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        orphans.adopt_orphans()
         try:
-            process = subprocess.Popen(list(argv), env={**os.environ, **env})
+            process = subprocess.Popen(list(argv), env={**os.environ, **env, **mark.variables()})
         except OSError as error:
             raise UsageError(
                 f"{argv[0]} cannot be started: {error.strerror}", remedy="check the command after --"
@@ -72,15 +74,23 @@ def run_command(
             host=socket.gethostname(),
             command_pid=process.pid,
         )
-        return _CommandJob(process, run_dir, supervisor, stop_grace_s).run()
+        return _CommandJob(process, guard.pid, mark, run_dir, supervisor, stop_grace_s).run()
 
 
 class _CommandJob:
     """The loop around one command."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], run_dir: RunDir, supervisor: Supervisor, stop_grace_s: float
+        self,
+        process: subprocess.Popen[bytes],
+        guard_pid: int,
+        mark: JobMark,
+        run_dir: RunDir,
+        supervisor: Supervisor,
+        stop_grace_s: float,
     ) -> None:
+        self._guard_pid = guard_pid
+        self._mark = mark
         self._stop_grace_s = stop_grace_s
         self._process = process
         self._run_dir = run_dir
@@ -107,7 +117,7 @@ class _CommandJob:
                 self._watcher.woken.wait(_TURN_S)
                 self._turn()
             self._turn()
-            self._end_leftovers()
+            self._leave_or_end_ranks()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -125,22 +135,30 @@ class _CommandJob:
             return self._ending.exit_code
         code = self._process.returncode
         code = code if code >= 0 else 128 - code
-        if self._stop.number is not None and code not in (0, EXIT_STOPPED_AND_SAVED):
+        if self._stop.number is not None and code not in CLEAN_CODES:
             return 128 + self._stop.number
         return code
 
     def _turn(self) -> None:
+        ended = [pid for pid in orphans.children_of_main_thread() if not processes.is_alive(pid)]
         self._find_ranks()
         if self._stop.number is not None and not self._stop_noted:
             self._note_stop(self._stop.number)
         for exit in self._watcher.take():
             self._note_exit(exit)
+        self._collect(ended)
         if self._stop.number is not None or self._ending:
             self._press_on()
             return
         self._ending = self._supervisor.poll()
         if self._ending is not None:
             self._signal_job(signal.SIGTERM, self._ending.reason)
+
+    def _collect(self, ended: list[int]) -> None:
+        """Collects what ended before this turn, but nothing whose exit code somebody still waits for."""
+        waited_for = {self._process.pid, self._guard_pid, *self._rank_of} - {exit.pid for exit in self._exits}
+        orphans.collect(set(ended) - waited_for)
+        orphans.end_loader_workers(orphans.children_of_main_thread())
 
     def _find_ranks(self) -> None:
         for path in self._run_dir.blackbox_dir.glob("rank-*.ring"):
@@ -209,6 +227,8 @@ class _CommandJob:
                 self._again_said = True
                 self._supervisor.say(f"{why}: the command and its ranks are ended now, saved or not")
             self._signal_job(signal.SIGKILL, why)
+            for pid in self._mark.holders():
+                processes.send_signal(pid, signal.SIGKILL)
             return
         grace = self._stop_grace_s if self._stop.number is not None else _HANG_GRACE_S
         if self._signalled_at is not None and time.monotonic() - self._signalled_at > grace:
@@ -222,27 +242,27 @@ class _CommandJob:
         for pid, rank in ranks.items():
             self._supervisor.journal.write("signal_sent", rank=rank, pid=pid, signal=number.name, why=why)
         for pid in [*ranks, *processes.descendants_of(self._process.pid), self._process.pid]:
-            _send(pid, number)
+            processes.send_signal(pid, number)
 
-    def _end_leftovers(self) -> None:
-        """Ranks that their launcher left behind hold memory and devices for nothing."""
-        for pid, rank in self._living_ranks().items():
+    def _leave_or_end_ranks(self) -> None:
+        """A clean command may leave ranks running. Ranks of one that failed hold memory and devices for nothing."""
+        left = self._living_ranks()
+        clean = self._process.returncode in CLEAN_CODES and self._ending is None and self._stop.again is None
+        if left and clean:
+            names = ", ".join(
+                f"rank {rank} (pid {pid})" for pid, rank in sorted(left.items(), key=lambda item: item[1])
+            )
+            self._supervisor.say(f"the command has ended and left {names} running")
+            return
+        for pid, rank in left.items():
             self._supervisor.journal.write(
                 "signal_sent", rank=rank, pid=pid, signal="SIGKILL", why="its launcher is gone"
             )
-            for child in processes.descendants_of(pid):
-                _send(child, signal.SIGKILL)
-            _send(pid, signal.SIGKILL)
+            for child in [*processes.descendants_of(pid), pid]:
+                processes.send_signal(child, signal.SIGKILL)
 
     def _living_ranks(self) -> dict[int, int]:
         return {pid: rank for pid, rank in self._rank_of.items() if live_pid(self._identities[pid]) is not None}
-
-
-def _send(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # it ended meanwhile, which is what we wanted
 
 
 def _in_the_foreground() -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from model_check.rundir import RunDir, read_json, read_jsonl
 
 EXIT_STOPPED_AND_SAVED = 75
+CLEAN_CODES = (0, EXIT_STOPPED_AND_SAVED)
 
 _LOST_PEER = re.compile(
     r"""connection\ (closed|reset|refused|was\ aborted|aborted)
@@ -55,7 +56,7 @@ class RankExit:
 
     @property
     def failed(self) -> bool:
-        return self.code not in (0, EXIT_STOPPED_AND_SAVED)
+        return self.code not in CLEAN_CODES
 
     @property
     def failed_by_itself(self) -> bool:

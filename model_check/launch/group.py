@@ -84,16 +84,20 @@ class RankGroup:
     ) -> None:
         """The signal, the grace, SIGKILL; returns when all are gone.
 
-        `hurry` true cuts the grace short; a rank that fails meanwhile leaves the others `lost_s` of it at most.
+        `hurry` true cuts the grace short and ends what clean ranks left behind too; a rank that fails meanwhile leaves
+        the others `lost_s` of the grace at most.
         """
         self.tell(number)
+        hurried = False
         deadline = time.monotonic() + grace_s
-        while self.running and time.monotonic() < deadline and not (hurry and hurry()):
+        while self.running and time.monotonic() < deadline and not (hurried := hurry is not None and hurry()):
             self.wait(_STOP_POLL_S)
             lost_at = min((exit.at_monotonic for exit in self.exits if exit.failed_by_itself), default=math.inf)
             deadline = min(deadline, lost_at + lost_s)
         if self.running:
             self.kill()
+        if hurried:
+            self._nursery.end_orphans()
         while self.running:
             self.wait(_STOP_POLL_S)
 

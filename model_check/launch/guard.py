@@ -1,8 +1,12 @@
 """The guard: a small process that outlives a killed launcher just long enough to end what the launcher started.
 
-A launcher that brings its own launcher (torchrun, mp.spawn) has no tie to the ranks below it, which live in sessions
-of their own. All of them carry the run directory in their environment, wherever they hang in the process tree; that
-is how the guard finds them.
+A command that brings its own launcher (torchrun, mp.spawn) has no tie to the ranks below it, which live in sessions of
+their own. All of them carry the mark of their job in their environment, wherever they hang in the process tree: a
+random number that no other process has. The run directory is no such mark, since a user's shell may name it too.
+
+Spared are the children of ranks that had ended cleanly when the launcher was killed: those that the rank started as
+programs, which carry the rank's PID in their environment, those that it forked, which are in its events, and all that
+descend from them. Where nobody saw how a rank ended it is not taken for clean.
 """
 
 from __future__ import annotations
@@ -10,28 +14,56 @@ from __future__ import annotations
 import os
 import select
 import signal
+import uuid
+from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
-from model_check.launch.processes import processes_with_environment
+from model_check.launch import processes
+from model_check.launch.failures import CLEAN_CODES
+from model_check.observe.instrument.box import RANK_PID_VARIABLE
+from model_check.rundir import RunDir, read_jsonl
 
-RUN_DIR_VARIABLE = "MODEL_CHECK_RUN_DIR"
+RUN_DIR_VARIABLE = "MODEL_CHECK_RUN_DIR"  # tells processes where to record; never a reason to kill one
+JOB_VARIABLE = "MODEL_CHECK_JOB"
 _DISMISSED = b"."
 _ROUNDS = 5  # a process forked during one scan is found by the next
+
+
+class JobMark:
+    """The mark of one job. A job inside another one carries both marks, so that it ends with the outer one."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.number = uuid.uuid4().hex
+        self._outer = environ.get(JOB_VARIABLE)
+
+    def variables(self) -> dict[str, str]:
+        """For the environment of the job's first process. Never for our own: helpers of ours are not of the job."""
+        return {JOB_VARIABLE: f"{self._outer}/{self.number}" if self._outer else self.number}
+
+    def holders(self) -> dict[int, dict[str, str]]:
+        """Every live process of the job, with its environment."""
+        return {
+            pid: environment
+            for pid in processes.all_pids()
+            if self.number in (environment := processes.environment_of(pid)).get(JOB_VARIABLE, "").split("/")
+            and processes.is_alive(pid)
+        }
 
 
 class Guard:
     """Fork it before any thread is started; leaving the context dismisses it."""
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, mark: JobMark, run_dir: RunDir) -> None:
+        self._mark = mark
         self._run_dir = run_dir
 
     def __enter__(self) -> Guard:
         read_end, self._write_end = os.pipe2(os.O_CLOEXEC)
-        self._pid = os.fork()
-        if self._pid == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             os.close(self._write_end)
-            _stand_guard(read_end, self._run_dir)
+            _stand_guard(read_end, self._mark, self._run_dir)
         os.close(read_end)
         return self
 
@@ -40,10 +72,10 @@ class Guard:
     ) -> None:
         os.write(self._write_end, _DISMISSED)
         os.close(self._write_end)
-        os.waitpid(self._pid, 0)
+        os.waitpid(self.pid, 0)
 
 
-def _stand_guard(read_end: int, run_dir: str) -> NoReturn:
+def _stand_guard(read_end: int, mark: JobMark, run_dir: RunDir) -> NoReturn:
     """The child's whole life: it waits for a word from the launcher, or for the silence of its death."""
     try:
         os.setsid()  # Ctrl-C at the terminal is for the launcher and its job
@@ -54,19 +86,28 @@ def _stand_guard(read_end: int, run_dir: str) -> NoReturn:
             os.dup2(nothing, stream)
         select.select([read_end], [], [])
         if os.read(read_end, 1) != _DISMISSED:
-            end_marked(run_dir)
+            _end_job(mark, run_dir)
     finally:
         os._exit(0)
 
 
-def end_marked(run_dir: str) -> None:
-    """Kills every process that was started under this run directory."""
+def _end_job(mark: JobMark, run_dir: RunDir) -> None:
+    """Kills every process of the job but the children of its clean ranks."""
     for _ in range(_ROUNDS):
-        left = [pid for pid in processes_with_environment(RUN_DIR_VARIABLE, run_dir) if pid != os.getpid()]
+        holders = mark.holders()
+        left = holders.keys() - _children_of_clean_ranks(holders, run_dir) - {os.getpid()}
         if not left:
             return
         for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue  # gone meanwhile, or no longer ours
+            processes.send_signal(pid, signal.SIGKILL)
+
+
+def _children_of_clean_ranks(holders: Mapping[int, Mapping[str, str]], run_dir: RunDir) -> set[int]:
+    ended = (record for record in read_jsonl(run_dir.supervisor_events).records if record.get("event") == "rank_exited")
+    clean = {record["pid"]: record["rank"] for record in ended if record["code"] in CLEAN_CODES}
+    spared = {pid for pid, environment in holders.items() if environment.get(RANK_PID_VARIABLE, "") in map(str, clean)}
+    for rank in set(clean.values()):
+        for record in read_jsonl(run_dir.events(rank)).records:
+            if record.get("event") == "fork" and record.get("pid") in clean:
+                spared.add(record["child_pid"])
+    return spared.union(*map(processes.descendants_of, spared))

@@ -3,7 +3,10 @@
 The launcher cannot fork ranks itself: it has threads (rendezvous, console) and stores, which a forked child must not
 inherit. The nursery is forked once, right after the imports, while the launcher is still a single thread; it does
 no tensor work, starts no CUDA, and only forks, signals and waits. When the launcher goes away, by whatever cause, the
-nursery kills every rank with all of its descendants.
+nursery kills every running rank with all of its descendants.
+
+What a rank left running is killed with it where the rank failed. Children of a clean rank live on; the nursery adopts
+them, so that a second Ctrl-C can end them for as long as the job runs, and leaves them to init when it ends itself.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from model_check.errors import LaunchError
+from model_check.launch import orphans, processes
 from model_check.launch.context import RankContext
+from model_check.launch.failures import CLEAN_CODES
 from model_check.launch.limits import limit_address_space
 from model_check.launch.programs import Program, WarmFunction
 from model_check.launch.ranks import (
@@ -55,6 +61,11 @@ class SignalRank:
     pid: int
     number: int
     tree: bool
+
+
+@dataclass(frozen=True)
+class EndOrphans:
+    """Launcher to nursery: end whatever is left of the job, children of clean ranks included."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,7 @@ class Nursery:
         theirs.close()
         self.pid = pid
         self._socket = ours
+        self._running: set[int] = set()
         ready = self._receive(timeout_s=30.0)
         self.cuda_spoiled = isinstance(ready, Ready) and ready.cuda_spoiled
 
@@ -118,9 +130,16 @@ class Nursery:
     def signal(self, pid: int, number: int, *, tree: bool = False) -> None:
         self._send(SignalRank(pid, number, tree))
 
+    def end_orphans(self) -> None:
+        self._send(EndOrphans())
+
     def messages(self, timeout_s: float) -> Iterator[RankStarted | RankRefused | RankEnded]:
         """What has happened; waits up to the timeout for the first message, and for no other."""
         while (message := self._receive(timeout_s)) is not None:
+            if isinstance(message, RankStarted):
+                self._running.add(message.pid)
+            elif isinstance(message, RankEnded):
+                self._running.discard(message.pid)
             yield message
             timeout_s = 0.0
 
@@ -131,7 +150,7 @@ class Nursery:
         self._socket.close()
         os.waitpid(self.pid, 0)
 
-    def _send(self, message: StartRank | SignalRank) -> None:
+    def _send(self, message: StartRank | SignalRank | EndOrphans) -> None:
         try:
             self._socket.send(pickle.dumps(message))
         except (BrokenPipeError, ConnectionResetError):
@@ -150,6 +169,11 @@ class Nursery:
         return pickle.loads(data)  # the bytes of our own child, on a socket nobody else has
 
     def _lost(self) -> LaunchError:
+        """The kernel ends the ranks of a killed nursery. What they started is ours to end."""
+        for pid in self._running:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        self._running.clear()
         return LaunchError(
             f"the process that starts the ranks (pid {self.pid}) was killed, and the ranks with it",
             remedy="see the kernel log for an out-of-memory kill",
@@ -164,6 +188,7 @@ def _serve(channel: socket.socket, program: Program, launcher_pid: int, address_
         ignored = frozenset(n for n in SIGNALS_OF_A_RANK if signal.getsignal(n) is signal.SIG_IGN)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
+        orphans.adopt_orphans()
         gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
         _NurseryLoop(channel, program, launcher_pid, address_space_gb, ignored).run()
         status = 0
@@ -209,12 +234,16 @@ class _NurseryLoop:
                 if not data:
                     break
                 self._obey(pickle.loads(data))
+        self._reap()
         for pid in self._pids:
             _kill_tree(pid, signal.SIGKILL)
 
-    def _obey(self, request: StartRank | SignalRank) -> None:
+    def _obey(self, request: StartRank | SignalRank | EndOrphans) -> None:
         if isinstance(request, StartRank):
             self._fork(request)
+        elif isinstance(request, EndOrphans):
+            for pid in processes.descendants_of(os.getpid()):
+                processes.send_signal(pid, signal.SIGKILL)
         elif request.pid in self._pids:
             if request.tree:
                 _kill_tree(request.pid, request.number)
@@ -254,27 +283,36 @@ class _NurseryLoop:
             finish_interpreter(code)
 
     def _reap(self) -> None:
-        while self._pids:
+        while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
             if ended is None:
                 return
-            at = time.monotonic()
+            if ended.si_pid in self._pids:
+                self._end_rank(ended)
+            else:
+                orphans.collect([ended.si_pid])
+
+    def _end_rank(self, ended: os.waitid_result) -> None:
+        at = time.monotonic()
+        exited = ended.si_code == os.CLD_EXITED
+        if exited and ended.si_status in CLEAN_CODES:
+            orphans.end_loader_workers(processes.children_of(os.getpid()))
+        else:
             # Not reaped yet, so its number is still its own: what it left running in its group goes too.
             _kill_tree(ended.si_pid, signal.SIGKILL)
-            os.waitpid(ended.si_pid, 0)
-            self._pids.discard(ended.si_pid)
-            exited = ended.si_code == os.CLD_EXITED
-            self._send(
-                RankEnded(
-                    pid=ended.si_pid,
-                    code=ended.si_status if exited else None,
-                    signal=None if exited else ended.si_status,
-                    at_monotonic=at,
-                )
+        os.waitpid(ended.si_pid, 0)
+        self._pids.discard(ended.si_pid)
+        self._send(
+            RankEnded(
+                pid=ended.si_pid,
+                code=ended.si_status if exited else None,
+                signal=None if exited else ended.si_status,
+                at_monotonic=at,
             )
+        )
 
     def _send(self, message: Ready | RankStarted | RankRefused | RankEnded) -> None:
         try:

@@ -10,6 +10,7 @@ import errno
 import os
 import platform
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,16 +183,23 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
+def send_signal(pid: int, number: int) -> None:
+    """Signals a process, if it is still there and ours to signal."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def children_of_thread(pid: int, thread: int) -> list[int]:
+    return [int(child) for child in _read(pid, f"task/{thread}/children").split()]
+
+
 def children_of(pid: int) -> list[int]:
     """Direct children, whichever thread of the process started them."""
-    found: list[int] = []
     try:
-        tasks = [entry.name for entry in os.scandir(f"/proc/{pid}/task")]
+        threads = [int(entry.name) for entry in os.scandir(f"/proc/{pid}/task")]
     except OSError:
-        return found
-    for task in tasks:
-        found.extend(int(child) for child in _read(pid, f"task/{task}/children").split())
-    return found
+        return []
+    return [child for thread in threads for child in children_of_thread(pid, thread)]
 
 
 def descendants_of(pid: int) -> list[int]:

@@ -37,30 +37,13 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def tie_to_parent(parent_pid: int) -> None:
-    """The kernel kills this process when its parent dies, whatever kills the parent."""
+    """The kernel kills this process when its parent dies, whatever kills the parent.
+
+    Only for a rank. A tie asks for no exit code, and the children of a rank live on where it ended cleanly.
+    """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(128 + signal.SIGKILL)  # the parent died before the line above could help
-
-
-class _TieForkedChildren:
-    """fork clears the tie: this renews it in loader workers and the like, so that they never outlive a killed rank.
-
-    The kernel ties to the forking thread, not to its process: a child forked by a thread that may end is left alone.
-    """
-
-    def __init__(self) -> None:
-        self._parent_pid = 0
-
-    def install(self) -> None:
-        os.register_at_fork(before=self._before_fork, after_in_child=self._in_child)
-
-    def _before_fork(self) -> None:
-        self._parent_pid = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-
-    def _in_child(self) -> None:
-        if self._parent_pid:
-            tie_to_parent(self._parent_pid)
 
 
 def become_rank(
@@ -71,7 +54,6 @@ def become_rank(
     `ignored`: signals that the launcher was told to ignore, as by nohup; its ranks ignore them too.
     """
     tie_to_parent(parent_pid)
-    _TieForkedChildren().install()
     # Where Yama restricts ptrace, py-spy started by the launcher may look at this process and nobody else.
     _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(launcher_pid), 0, 0, 0)
     os.setsid()

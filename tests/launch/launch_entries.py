@@ -128,11 +128,15 @@ def has_children(context: RankContext, payload: Any) -> None:
     time.sleep(60)
 
 
-def leaves_a_child(context: RankContext, payload: Any) -> None:
+def leaves_children(context: RankContext, payload: Any) -> None:
     import subprocess
 
-    child = subprocess.Popen(["sleep", "60"])
-    Path(context.run_dir / f"left-{context.rank}").write_text(str(child.pid))
+    spawned = subprocess.Popen(["sleep", "60"])
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(60)
+        os._exit(0)
+    Path(context.run_dir / f"left-{context.rank}").write_text(f"{spawned.pid} {forked}")
 
 
 def prints_a_lot(context: RankContext, payload: int) -> None:
