@@ -84,7 +84,11 @@ def was_meant_as_one(folder: Path) -> bool:
 def _owner_lives(path: Path) -> bool:
     """The process that works on it runs on this host; of other hosts nothing is known."""
     match = _ASIDE.fullmatch(path.name)
-    return bool(match and match["host"] == socket.gethostname() and Path(f"/proc/{match['pid']}").exists())
+    return bool(match and match["host"] == socket.gethostname() and process_lives(match["pid"]))
+
+
+def process_lives(pid: str) -> bool:
+    return Path(f"/proc/{pid}").exists() if pid.isdigit() else False
 
 
 def lineages(directory: Path) -> list[Path]:

@@ -1,19 +1,62 @@
-"""What a failing rank can still save by itself: a local file, no collective, weights only."""
+"""What a failing rank can still save by itself: a local file, no collective, weights only.
+
+One file a job. The first rank that fails creates `error_step.claim` and writes; the others find it and leave. That is
+the rank that failed by itself, because its peers lose it only when it is gone. If it was killed, a peer writes instead.
+"""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from model_check.checkpoint.layout import owner, process_lives
 
-def write_error_checkpoint(directory: Path, rank: int, step: int, model: nn.Module) -> Path:
-    """The rank's own parameters as `error_step_N_rank_R.pt`, written aside and renamed."""
+_CLAIM = "error_step.claim"
+
+
+def write_error_checkpoint(directory: Path, rank: int, step: int, model: nn.Module) -> Path | None:
+    """The parameters as `error_step_N_rank_R.pt`, written aside and renamed.
+
+    None where another rank of the job does it, or where this rank holds only a shard.
+    """
+    state = model.state_dict()
+    if not all(_is_whole(tensor) for tensor in state.values()):
+        return None
     directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with (directory / _CLAIM).open("x") as file:
+            file.write(owner())
+    except FileExistsError:
+        return None
     target = directory / f"error_step_{step}_rank_{rank}.pt"
-    scratch = target.with_suffix(".tmp")
-    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    torch.save({"step": step, "rank": rank, "model": state}, scratch)
-    scratch.replace(target)
+    scratch = directory / f"{target.stem}@{owner()}.tmp"
+    try:
+        held = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        torch.save({"step": step, "rank": rank, "model": held}, scratch)
+        scratch.replace(target)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
     return target
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Before training, by one rank of the job: claims and half-written files of jobs that are gone."""
+    for path in [directory / _CLAIM, *directory.glob("error_step_*.tmp")]:
+        try:
+            whose = path.read_text() if path.name == _CLAIM else path.stem.rpartition("@")[2]
+            host, _, pid = whose.rpartition(".")
+            if not (host == socket.gethostname() and process_lives(pid)):
+                path.unlink()
+        except FileNotFoundError:
+            continue
+
+
+def _is_whole(tensor: Any) -> bool:
+    """Whether this rank holds all of it, and not a shard of a DTensor."""
+    placements = getattr(tensor, "placements", ())
+    return not any(placement.is_shard() for placement in placements) or tensor.device_mesh.size() == 1

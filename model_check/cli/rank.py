@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from model_check.engine.worker import build, continue_from, fit, open_loader
 from model_check.launch import RankContext, step_line
 from model_check.models import Llama
 from model_check.observe.instrument import memory, outofmemory
+from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.spans import span
 from model_check.observe.memory_marks import MemoryMarks
 from model_check.observe.metrics import MetricsWriter, Sink, TensorBoardSink, WandbSink
@@ -69,20 +70,25 @@ def _metrics(order: TrainOrder, place: Place, run_dir: RunDir) -> Iterator[Metri
         yield None
         return
     with MARKS.calling("WandbLogger constructor" if order.config.logging.wandb else "MetricsWriter constructor"):
-        writer = _open_writer(order, run_dir)
+        writer = _open_writer(order, place, run_dir)
     try:
         yield writer
     finally:
         writer.close()
 
 
-def _open_writer(order: TrainOrder, run_dir: RunDir) -> MetricsWriter:
-    sinks: list[Sink] = []
+def _open_writer(order: TrainOrder, place: Place, run_dir: RunDir) -> MetricsWriter:
+    sinks: dict[str, Callable[[], Sink]] = {}
     if order.config.logging.tensorboard:
-        sinks.append(TensorBoardSink(run_dir.root / "tensorboard"))
+        sinks["tensorboard"] = lambda: TensorBoardSink(run_dir.root / "tensorboard")
     if order.config.logging.wandb:
-        sinks.append(WandbSink(run_dir.root, to_jsonable(order.config)["values"]))
-    return MetricsWriter(run_dir.metrics, sinks)
+        sinks["wandb"] = lambda: WandbSink(run_dir.root, to_jsonable(order.config)["values"])
+
+    def say_once(name: str, error: Exception) -> None:
+        if BOX.unwritten(name, error):
+            print_line(f"[{place.label}] {name} cannot be written ({error}); training goes on")
+
+    return MetricsWriter(run_dir.metrics, sinks, say_once)
 
 
 def _lineage_of(run_dir: RunDir) -> Path | None:
@@ -91,8 +97,11 @@ def _lineage_of(run_dir: RunDir) -> Path | None:
 
 
 def _remember_lineage(run_dir: RunDir, lineage: Path) -> None:
-    run_dir.checkpoints.unlink(missing_ok=True)
-    run_dir.checkpoints.symlink_to(lineage.resolve())
+    try:
+        run_dir.checkpoints.unlink(missing_ok=True)
+        run_dir.checkpoints.symlink_to(lineage.resolve())
+    except OSError as error:
+        BOX.unwritten(run_dir.checkpoints.name, error)
 
 
 def _error_dir(order: TrainOrder, run_dir: RunDir, saving: Saving | None) -> Path | None:

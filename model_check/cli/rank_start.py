@@ -17,7 +17,12 @@ def print_line(line: str) -> None:
 
 def begin_rank(context: RankContext, *, verbose: bool) -> None:
     """The process runs, and it knows what it is to do. Doing this again changes nothing."""
-    instrument.install(context.run_dir, rank=context.rank, world_size=context.world_size, local_rank=context.local_rank)
+    try:
+        instrument.install(
+            context.run_dir, rank=context.rank, world_size=context.world_size, local_rank=context.local_rank
+        )
+    except OSError as error:
+        print_line(f"[{context.label}] this rank is not recorded ({error}); training goes on")
     MARKS.begin(context.rank, context.world_size, context.local_rank, print_line if verbose else None)
     MARKS.passed(1)
     MARKS.passed(2)

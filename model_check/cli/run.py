@@ -18,6 +18,7 @@ from model_check.launch.limits import use_less_memory
 from model_check.launch.supervisor import Limits, Supervisor
 from model_check.observe.instrument.box import GuardMode
 from model_check.rundir import RunDir, Verdict, write_json_atomic
+from model_check.rundir.claim import Job, enter
 from model_check.rundir.verdict import Outcome
 
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "mpiexec", "srun"})
@@ -132,22 +133,23 @@ def _run_script(
     from model_check.observe.environment import snapshot_environment
 
     script.check()
-    directory = RunDir.create(run_dir)
-    write_json_atomic(directory.environment, snapshot_environment())
-    supervisor = supervisor_for(directory, limits)
-    result = run_script(
-        script,
-        nproc=nproc,
-        run_dir=directory,
-        supervisor=supervisor,
-        guard=guard,
-        start=start,
-        memory_limit_gb=memory_limit_gb,
-        stop_grace_s=stop_grace_s,
-    )
-    if result.outcome == "interrupted":
-        supervisor.note_stop(f"interrupted: {result.message}")
-    return _show_end(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor, directory)
+    directory, claim = enter(run_dir, Job.alone())
+    with claim:
+        write_json_atomic(directory.environment, snapshot_environment())
+        supervisor = supervisor_for(directory, limits)
+        result = run_script(
+            script,
+            nproc=nproc,
+            run_dir=directory,
+            supervisor=supervisor,
+            guard=guard,
+            start=start,
+            memory_limit_gb=memory_limit_gb,
+            stop_grace_s=stop_grace_s,
+        )
+        if result.outcome == "interrupted":
+            supervisor.note_stop(f"interrupted: {result.message}")
+        return _show_end(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor, directory)
 
 
 def _refuse_a_launcher(words: list[str]) -> None:
@@ -174,18 +176,21 @@ def _run_command(
                 f"{words[0]} is not executable", remedy=f"name its interpreter: model-check run -- python {words[0]} …"
             )
         raise UsageError(f"there is no command {words[0]}", remedy="check the command after --")
-    directory = RunDir.create(run_dir)
-    write_json_atomic(directory.environment, snapshot_environment())
-    supervisor = supervisor_for(directory, replace(limits, own_launcher_s=_OWN_LAUNCHER_S))
-    env = injected_environment(directory, os.environ, guard)
-    if gated:  # how many ranks the command starts is known to it alone: the gate lets through what the host can hold
-        env |= plan_gate(directory, os.cpu_count() or 1).variables()
-    result = run_command(words, run_dir=directory, env=env, supervisor=supervisor, stop_grace_s=stop_grace_s)
-    outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
-    if result.interrupted:
-        outcome = "interrupted"
-        supervisor.note_stop("interrupted by a signal")
-    return _show_end(supervisor.finish(outcome, None, result.exit_code), supervisor, directory)
+    directory, claim = enter(run_dir, Job.alone())
+    with claim:
+        write_json_atomic(directory.environment, snapshot_environment())
+        supervisor = supervisor_for(directory, replace(limits, own_launcher_s=_OWN_LAUNCHER_S))
+        env = injected_environment(directory, os.environ, guard)
+        if (
+            gated
+        ):  # how many ranks the command starts is known to it alone: the gate lets through what the host can hold
+            env |= plan_gate(directory, os.cpu_count() or 1).variables()
+        result = run_command(words, run_dir=directory, env=env, supervisor=supervisor, stop_grace_s=stop_grace_s)
+        outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
+        if result.interrupted:
+            outcome = "interrupted"
+            supervisor.note_stop("interrupted by a signal")
+        return _show_end(supervisor.finish(outcome, None, result.exit_code), supervisor, directory)
 
 
 def _show_end(verdict: Verdict, supervisor: Supervisor, directory: RunDir) -> int:

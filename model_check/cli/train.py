@@ -7,8 +7,9 @@ import importlib.util
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,9 +32,12 @@ from model_check.observe.gate import Gate
 from model_check.observe.instrument.endings import recording_failures
 from model_check.observe.redaction import redact_text
 from model_check.rundir import Finding, RunDir, Verdict, write_json_atomic
+from model_check.rundir.claim import Claim, Job, enter
 
 CPU_RANKS = 2
 LARGE_ON_A_CPU = 200_000_000  # parameters
+
+Enter = Callable[..., tuple[RunDir, Claim]]  # `enter` with what the flags say of the run directory
 
 
 def train(
@@ -55,7 +59,8 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start even where the plan says that it does not fit.")
+        bool,
+        typer.Option("--force", help="Start where the plan says that it does not fit, or in a run directory in use."),
     ] = False,
     verbose_init: Annotated[
         bool, typer.Option("--verbose-init", help="Every rank says where it is on its way to the first step.")
@@ -82,6 +87,7 @@ def train(
     if resolved.system.device == "cuda" and not visible:
         raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
     launched_by = foreign_launcher(os.environ)
+    enter_dir = partial(enter, run_dir, force=force)
     if launched_by and not dry_run:
         return _one_rank_of(resolved, visible, run_dir, resume, force=force, verbose_init=verbose_init)
     chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
@@ -100,7 +106,7 @@ def train(
         force=force,
         say=_to_stderr,
     )
-    return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, run_dir, resume, verbose_init)
+    return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, enter_dir, resume, verbose_init)
 
 
 def _placement(
@@ -164,7 +170,7 @@ def _one_rank_of(
     # Every rank must name the same directory, and none may ask another on the way there.
     job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "0")
     root = run_dir or Path(".outputs") / f"job-{job}-{os.environ.get('MASTER_PORT', '0')}"
-    directory = RunDir.create(root, resuming=True)
+    directory = _enter_as_rank(root, job, force=force)
     context = RankContext.from_environment(
         os.environ, run_dir=directory.root, gpus=visible, device=config.system.device
     )
@@ -175,6 +181,15 @@ def _one_rank_of(
     # Our own mistakes' sentences end the process in order: nobody but us would record them as its failure.
     recording_failures(_train_as)(context, config, visible, resume, force=force, verbose_init=verbose_init)
     return 0
+
+
+def _enter_as_rank(root: Path, job_id: str, *, force: bool) -> RunDir:
+    """The job's ranks claim the directory together, each until its process ends."""
+    if os.environ.get(RUN_DIR_VARIABLE) == str(root.resolve()):
+        return RunDir.create(root, resuming=True)  # `model-check run` has claimed it for us
+    endpoint = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '0')}"
+    directory, _ = enter(root, Job.meeting_at(endpoint, job_id), resuming=True, force=force)
+    return directory
 
 
 def _train_as(
@@ -223,7 +238,30 @@ def _train_here(
     ranks: int,
     nnodes: int,
     rdzv_endpoint: str | None,
-    run_dir: Path | None,
+    enter_dir: Enter,
+    resume: str | None,
+    verbose_init: bool,
+) -> int:
+    config = fitted.config
+    _check_checkpoint_folder(config)
+    _check_vocabulary_cut(config)
+    _check_what_is_here(config, on_gpu=bool(chosen))
+    _warn_of_a_large_model_on_the_cpu(config, chosen)
+    job = Job.meeting_at(rdzv_endpoint) if rdzv_endpoint and nnodes > 1 else Job.alone()
+    directory, claim = enter_dir(job, resuming=resume is not None, resume_flag="--resume auto")
+    with claim:
+        if not claim.joined:
+            directory.set_aside_earlier_attempt()
+        return _train_in(directory, fitted, chosen, ranks, nnodes, rdzv_endpoint, resume, verbose_init)
+
+
+def _train_in(
+    directory: RunDir,
+    fitted: Fitted,
+    chosen: list[Gpu],
+    ranks: int,
+    nnodes: int,
+    rdzv_endpoint: str | None,
     resume: str | None,
     verbose_init: bool,
 ) -> int:
@@ -241,12 +279,6 @@ def _train_here(
         from model_check.launch.supervisor import Limits
 
     config = fitted.config
-    _check_checkpoint_folder(config)
-    _check_vocabulary_cut(config)
-    _check_what_is_here(config, on_gpu=bool(chosen))
-    _warn_of_a_large_model_on_the_cpu(config, chosen)
-    directory = RunDir.create(run_dir, resuming=resume is not None, resume_flag="--resume auto")
-    directory.set_aside_earlier_attempt()
     _write_identity(directory, fitted)
     with _verdict_before_the_ranks(directory, ranks * nnodes):
         prepare_with_progress(config)

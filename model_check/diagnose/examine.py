@@ -93,8 +93,18 @@ def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
         world_size=evidence.world_size,
         steps_completed=evidence.steps_completed,
         findings=findings,
-        notes=rules.notes,
+        notes=[*rules.notes, *_unwritten(evidence)],
     )
+
+
+def _unwritten(evidence: Evidence) -> list[str]:
+    """Files of ours that a rank could not write, and went on without."""
+    notes = []
+    for rank in evidence.ranks.values():
+        files = rank.header.get("unwritten")
+        for name, why in files.items() if isinstance(files, dict) else ():
+            notes.append(f"rank {rank.rank} could not write {name} of the run directory: {why}")
+    return notes
 
 
 class _Rules:

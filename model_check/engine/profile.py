@@ -41,8 +41,9 @@ def profiled(
 
     def on_trace_ready(profiler: torch.profiler.profile) -> None:
         if done > SKIPPED_STEPS:
-            export(profiler)
-            _explain(folder, rank, done, say)
+            with _told(say):
+                export(profiler)
+                _explain(folder, rank, done, say)
 
     with (
         CommunicationProfiler(enabled=torch.distributed.is_initialized()) as communication,
@@ -66,7 +67,17 @@ def profiled(
                 f"{SKIPPED_STEPS} describe no other; train {SKIPPED_STEPS + TRACED_STEPS} steps or more"
             )
         if communication.enabled:
-            write_json_atomic(folder / f"rank{rank}.communication.json", communication.get_stats().to_dict())
+            with _told(say):
+                write_json_atomic(folder / f"rank{rank}.communication.json", communication.get_stats().to_dict())
+
+
+@contextlib.contextmanager
+def _told(say: Callable[[str], None]) -> Iterator[None]:
+    """A full disk costs the trace, not the training."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        say(f"profile: the trace cannot be written ({error}); training goes on")
 
 
 def _explain(folder: Path, rank: int, steps_done: int, say: Callable[[str], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,9 @@ def fit(
     check = GradientCheck(session.config.debug.verify_gradients, session.train_step, session.bare_model, say)
     left_out: Counter[int] = Counter()
     info: StepInfo | None = None
+    if error_dir is not None and session.place.is_first:
+        with suppress(OSError):  # what cannot be removed stays
+            salvage.remove_leftovers(error_dir)
     try:
         while True:
             loop = _loop(session, max_steps, saving, stop_requested, left_out, check)
@@ -325,15 +329,17 @@ def _to_go_back_to(session: Session, saving: Saving) -> Checkpoint | None:
 
 
 def _salvage(session: Session, step: int, error_dir: Path | None, say: Callable[[str], None]) -> None:
-    """A failing rank writes what it holds, locally; a failure to do so must not hide the first one."""
-    if error_dir is None:
+    """The first failing rank writes its replica, locally; a failure to do so must not hide the first one."""
+    # A stage of a pipeline, like a shard, is no model by itself.
+    if error_dir is None or session.config.parallel.pipeline > 1:
         return
     try:
         path = salvage.write_error_checkpoint(error_dir, session.place.rank, step, session.bare_model)
     except (OSError, RuntimeError) as failure:
         say(f"no error checkpoint could be written: {failure}")
     else:
-        say(f"error checkpoint: {path}")
+        if path is not None:
+            say(f"error checkpoint: {path}")
 
 
 def _whole_shapes(session: Session, peers: Peers) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
@@ -14,13 +13,16 @@ class Journal:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._writer = JsonlWriter(run_dir.supervisor_events)
+        self.lost: OSError | None = None  # why a record could not be written
 
     def write(self, event: str, *, at_monotonic: float | None = None, **details: Any) -> None:
         now = time.monotonic()
         at = now if at_monotonic is None else at_monotonic
         # A full disk under the run directory must not end the job that is being watched: the record is lost instead.
-        with contextlib.suppress(OSError):
+        try:
             self._writer.write({"event": event, "t": at, "time": time.time() - (now - at), **details})
+        except OSError as error:
+            self.lost = error
 
     def close(self) -> None:
         self._writer.close()

@@ -42,8 +42,10 @@ class LogDir:
                 raise LaunchError(
                     f"the log folder {path} cannot be made: {error.strerror}", remedy=f"make {root} writable"
                 ) from error
-        link.unlink(missing_ok=True)
-        link.symlink_to(path)
+        scratch = link.with_name(f".logs.{os.getpid()}")
+        scratch.unlink(missing_ok=True)
+        scratch.symlink_to(path)
+        scratch.replace(link)  # another host of the job may be doing the same
         return cls(path)
 
     def rank(self, rank: int) -> Path:

@@ -27,7 +27,7 @@ from model_check.launch.journal import Journal
 from model_check.launch.processes import ProcessSample
 from model_check.launch.pulse import Pulse
 from model_check.rundir import Finding, RunDir, Verdict
-from model_check.rundir.verdict import Outcome
+from model_check.rundir.verdict import Outcome, VerdictFile
 
 Examine = Callable[[RunDir, bool], Verdict]
 _CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself
@@ -127,6 +127,8 @@ class Supervisor:
         self._stall: _Stall | None = None
         self._crashed = False
         self._in_trouble = False
+        self._verdict_file = VerdictFile(run_dir.verdict)
+        self.notes: set[str] = set()  # what of ours failed, for the verdict
         self._sampled_at = 0.0
         self._examined_at = 0.0
         self._examine_cost_s = 0.0
@@ -191,7 +193,7 @@ class Supervisor:
     def _write(self, verdict: Verdict) -> None:
         """What cannot be written is still known, and shown."""
         try:
-            verdict.write(self._run_dir.verdict)
+            self._verdict_file.write(verdict)
         except OSError as error:
             self._say_trouble(f"the run directory cannot be used ({error}); the verdict is only shown")
 
@@ -230,6 +232,7 @@ class Supervisor:
             exit_code = self._code_of_the_guilty(exits, exit_code)
         self.verdict = replace(self.verdict, outcome=outcome, exit_code=exit_code)
         self._write(self.verdict)
+        self._verdict_file.close()
         if outcome == "completed":
             self._say_what_ended(time.monotonic(), last=True)
         for rank in self._ranks.values():
@@ -420,11 +423,14 @@ class Supervisor:
 
     def _judged(self, live: bool) -> Verdict:
         """The rules' verdict. Where they fail as a whole, the one before stands, with a note."""
+        if self.journal.lost is not None:
+            self.notes.add(f"the launcher could not write its events: {self.journal.lost.strerror}")
         try:
-            return self._examine(self._run_dir, live)
+            verdict = self._examine(self._run_dir, live)
         except Exception as error:
             note = f"the run could not be examined ({type(error).__name__}: {error})"
-            return replace(self.verdict, notes=sorted({*self.verdict.notes, note}))
+            verdict = replace(self.verdict, notes=sorted({*self.verdict.notes, note}))
+        return replace(verdict, notes=sorted({*verdict.notes, *self.notes})) if self.notes else verdict
 
     def _say_what_ended(self, now: float, *, last: bool = False) -> None:
         for line in self.announcements.trends_ended(self.verdict, now, last=last):

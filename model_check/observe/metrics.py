@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,15 +64,34 @@ class WandbSink:
 
 
 class MetricsWriter:
-    """One object a step into metrics.jsonl, and the same into every other sink."""
+    """One object a step into metrics.jsonl, and the same into every other sink.
 
-    def __init__(self, path: Path, sinks: list[Sink] | None = None) -> None:
-        self._sinks: list[Sink] = [JsonlWriter(path), *(sinks or [])]
+    A sink that fails, on a full disk say, never ends training: `on_failure` hears of it, and the next step tries again.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        sinks: Mapping[str, Callable[[], Sink]] | None = None,
+        on_failure: Callable[[str, Exception], None] = lambda name, error: None,
+    ) -> None:
+        self._on_failure = on_failure
+        self._sinks: dict[str, Sink] = {}
+        for name, open_sink in {path.name: lambda: JsonlWriter(path), **(sinks or {})}.items():
+            try:
+                self._sinks[name] = open_sink()
+            except OSError as error:
+                on_failure(name, error)
 
     def write(self, record: dict[str, Any]) -> None:
-        for sink in self._sinks:
-            sink.write(record)
+        self._each(lambda sink: sink.write(record))
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        self._each(lambda sink: sink.close())
+
+    def _each(self, do: Callable[[Sink], None]) -> None:
+        for name, sink in self._sinks.items():
+            try:
+                do(sink)
+            except Exception as error:
+                self._on_failure(name, error)

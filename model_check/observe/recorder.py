@@ -59,6 +59,9 @@ class Recorder:
             os.posix_fallocate(fd, 0, size)
             self._map = mmap.mmap(fd, size)
             self._inode = os.fstat(fd).st_ino
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         self._header = {

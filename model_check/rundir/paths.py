@@ -10,11 +10,20 @@ from pathlib import Path
 from model_check.errors import RunDirError
 
 DEFAULT_ROOT = Path(".outputs")
+LOCK = "run.lock"
 
 
 def new_run_id() -> str:
     """Sorts by time; the process id keeps two runs of one second apart."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def new_path(root: Path | str | None) -> Path:
+    return Path(root) if root else DEFAULT_ROOT / new_run_id()
+
+
+def holds_a_run(path: Path) -> bool:
+    return any(child.name != LOCK for child in path.iterdir())
 
 
 @dataclass(frozen=True)
@@ -24,27 +33,48 @@ class RunDir:
     root: Path
 
     @classmethod
-    def create(cls, root: Path | str | None = None, *, resuming: bool = False, resume_flag: str = "") -> RunDir:
+    def create(
+        cls, root: Path | str | None = None, *, resuming: bool = False, resume_flag: str = "", mode: int = 0o700
+    ) -> RunDir:
         """A new, empty run directory (or an existing one when resuming into it).
 
-        `resume_flag`: how the caller's verb resumes, where it can, for the remedy.
+        `resume_flag`: how the caller's verb resumes, where it can, for the remedy. `mode`: of a new directory.
         """
-        path = Path(root) if root else DEFAULT_ROOT / new_run_id()
+        path = new_path(root)
+        try:
+            cls.make_root(path, mode)
+            if not resuming and holds_a_run(path):
+                raise cls.taken(path, resume_flag)
+            for folder in (path / "blackbox", path / "events"):
+                folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise cls.cannot_be_made(path, error) from error
+        return cls(path.resolve())
+
+    @staticmethod
+    def make_root(path: Path, mode: int) -> None:
+        """Makes the directory itself; one that exists is left as it is."""
         if path.exists() and not path.is_dir():
             raise RunDirError(f"--run-dir {path} is a file", remedy="name a directory that does not exist yet")
-        if path.is_dir() and any(path.iterdir()) and not resuming:
-            raise RunDirError(
-                f"--run-dir {path} already holds a run",
-                remedy="name a new directory" + (f", or add {resume_flag} to continue into it" if resume_flag else ""),
-            )
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            for folder in (path, path / "blackbox", path / "events"):
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunDirError(
-                f"--run-dir {path} cannot be made: {error.strerror}", remedy="name a directory you may write to"
-            ) from error
-        return cls(path.resolve())
+            path.mkdir(mode=mode & 0o700)
+        except FileExistsError:
+            return
+        path.chmod(mode)  # whatever the umask
+
+    @staticmethod
+    def taken(path: Path, resume_flag: str) -> RunDirError:
+        return RunDirError(
+            f"--run-dir {path} already holds a run",
+            remedy="name a new directory" + (f", or add {resume_flag} to continue into it" if resume_flag else ""),
+        )
+
+    @staticmethod
+    def cannot_be_made(path: Path, error: OSError) -> RunDirError:
+        return RunDirError(
+            f"--run-dir {path} cannot be made: {error.strerror}", remedy="name a directory you may write to"
+        )
 
     def set_aside_earlier_attempt(self) -> Path | None:
         """Moves what an earlier attempt left as evidence to attempts/N, so that its failure is not read as this one's.

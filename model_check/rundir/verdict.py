@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
@@ -10,6 +12,7 @@ from typing import Any, Literal, get_args
 from model_check.rundir.files import read_json, write_json_atomic
 
 SCHEMA = 1
+_ROOM_BYTES = 1 << 16
 
 Outcome = Literal["running", "completed", "failed", "interrupted"]
 Certainty = Literal["proven", "observed", "suspected"]
@@ -65,7 +68,7 @@ def _is_finding(value: Any) -> bool:
 
 @dataclass
 class Verdict:
-    """The first finding is the root cause. `notes`: rules of ours that failed; left out of the file where empty."""
+    """The first finding is the root cause. `notes`: what of ours failed; left out where empty."""
 
     outcome: Outcome = "running"
     exit_code: int | None = None
@@ -103,3 +106,28 @@ class Verdict:
             notes=list(map(str, notes)) if isinstance(notes, list) else [],
             schema=value.get("schema", SCHEMA),
         )
+
+
+class VerdictFile:
+    """verdict.json of a live run, with room set aside for it: a full disk must not keep a run from saying so."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._room = path.with_name(".verdict.room")
+        self._set_aside()
+
+    def write(self, verdict: Verdict) -> None:
+        try:
+            verdict.write(self._path)
+        except OSError:
+            self.close()
+            verdict.write(self._path)
+            self._set_aside()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._room.unlink(missing_ok=True)
+
+    def _set_aside(self) -> None:
+        with suppress(OSError), self._room.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)

@@ -58,6 +58,7 @@ class BlackBox:
         self.may_adopt = False  # a lone script becomes rank 0 of 1 with its first training step
         self.last_site: tuple[int, int, int] = _NO_SITE
         self._events: JsonlWriter | None = None
+        self._unwritten: dict[str, str] = {}
         self._lock = threading.Lock()
 
     # Opening and leaving
@@ -172,10 +173,21 @@ class BlackBox:
             return
         try:
             events.write({"t": time.monotonic(), "event": name, "pid": os.getpid(), **fields})
-        except OSError:
+        except OSError as error:
             # A full disk under the run directory is our trouble: raised here, it would be the script's. The ring, whose
             # pages exist, goes on, and the next event may find room again.
-            return
+            self.unwritten("events", error)
+
+    def unwritten(self, name: str, error: Exception) -> bool:
+        """Notes a file of ours that cannot be written, in the ring, which has its room; True for the first time."""
+        if name in self._unwritten:
+            return False
+        self._unwritten[name] = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"[
+            :80
+        ]
+        if self.recorder is not None:
+            self.recorder.identify(unwritten=dict(self._unwritten))
+        return True
 
 
 BOX = BlackBox()

@@ -229,12 +229,15 @@ def _write(record: dict[str, Any], snapshot: Any = None) -> None:
     recorder, run_dir = BOX.recorder, BOX.run_dir
     if recorder is None or run_dir is None:
         return
-    run_dir.dumps_dir.mkdir(exist_ok=True)
     stem = run_dir.dumps_dir / f"oom-rank-{recorder.rank}"
     record = {**record, "rank": recorder.rank, "step": recorder.steps}
-    if snapshot is not None:
-        record["snapshot"] = _dump(snapshot, stem.with_suffix(".pickle"))
-    write_json_atomic(stem.with_suffix(".json"), record)
+    try:
+        run_dir.dumps_dir.mkdir(exist_ok=True)
+        if snapshot is not None:
+            record["snapshot"] = _dump(snapshot, stem.with_suffix(".pickle"))
+        write_json_atomic(stem.with_suffix(".json"), record)
+    except OSError as error:
+        BOX.unwritten("dumps", error)
     BOX.event("out_of_memory", **record)
 
 
