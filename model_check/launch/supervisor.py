@@ -2,9 +2,12 @@
 
 `poll` is called about ten times a second by whoever runs the ranks. It is a state machine that never sleeps:
 
-    quiet ──(no progress past the threshold)──> suspected: sample, stacks, flight
+    quiet ──(no progress past the threshold)──> suspected: sample, stacks, flight; looks at those who do not wait
     suspected ──(0.8 s later)──> stalled: second round of stacks, examine, say the finding once
+    stalled ──(alive: it compiles, its lines change)──> one calm line, and more looks now and then
     stalled ──(progress)──> quiet: the finding is withdrawn
+
+While some rank works, those who wait for it are no stall, however long they wait: a calm line says so.
     stalled ──(a proven error, or hang_kill_after_s)──> ending
 
 The rules that name a fault live elsewhere; they come in as `examine`, which reads the run directory.
@@ -33,6 +36,9 @@ Examine = Callable[[RunDir, bool], Verdict]
 _CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself
 _STANDINGS_FRESH_S = 1.0
 _MOST_ROUNDS = 12  # of stacks in one stall; by then hours have passed
+_LOOKS = 6  # at those who do not wait, in one burst
+_LOOK_AGAIN_S = 3.0  # at a rank that is alive, the next burst; later ones after a tenth of the time that has passed
+_LOOK_AGAIN_SHARE = 0.1
 _LONGEST_BLINDNESS_S = 8.0
 _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
 _LAST_WORDS = frozenset({"exception", "exit"})
@@ -99,6 +105,9 @@ class _Stall:
     rounds: int = 1
     examined: bool = False
     line_due: float = 0.0
+    looks: int = 0
+    looked_at: float = 0.0
+    calmed: bool = False  # the calm line was said
 
 
 class Supervisor:
@@ -125,6 +134,7 @@ class Supervisor:
         self._gather = Gatherer(run_dir, self.journal, request_flight)
         self._ranks: dict[int, _Rank] = {}
         self._stall: _Stall | None = None
+        self._waited_line_due = 0.0
         self._crashed = False
         self._in_trouble = False
         self._sampled_at = 0.0
@@ -287,10 +297,16 @@ class Supervisor:
 
     def _follow_stall(self, alive: list[_Rank], now: float) -> None:
         quiet = self._quiet_ranks(alive, now)
+        if not quiet:
+            self._waited_line_due = 0.0
+        elif self._waited_for_work(quiet, alive, now):
+            quiet = []
         if self._stall is None:
             if quiet and self._suspicious(quiet, now):
                 since = min(rank.pulse.last_at for rank in quiet)
-                self._stall = _Stall(since, self._threshold(quiet[0]), now, line_due=since + self._limits.say_every_s)
+                self._stall = _Stall(
+                    since, self._threshold(quiet[0]), now, line_due=since + self._limits.say_every_s, looked_at=now
+                )
                 self._gather.sample(self._pids())
                 self._gather.stacks(self._pids())
                 self._gather.flight(self._pids())
@@ -298,7 +314,9 @@ class Supervisor:
         stall = self._stall
         if not quiet:
             self._withdraw(stall, now)
-        elif stall.rounds == 1 and now - stall.gathered_at >= self._limits.second_round_after_s:
+            return
+        self._look(stall, now)
+        if stall.rounds == 1 and now - stall.gathered_at >= self._limits.second_round_after_s:
             self._confirm(stall, now)
         elif stall.rounds < _MOST_ROUNDS and now - stall.gathered_at >= self._limits.gather_again_s * stall.rounds:
             stall.rounds += 1
@@ -309,8 +327,49 @@ class Supervisor:
         if now >= stall.line_due:
             stall.line_due = now + self._limits.say_every_s
             start = waiting.start_line(self._run_dir, self._pids(), now)
-            for line in filter(None, (waiting.waiting_line(self._standings(), now), start)):
+            doing = self._calm_line() or waiting.waiting_line(self._standings(), now)
+            for line in filter(None, (doing, start)):
                 self.say(line)
+
+    def _waited_for_work(self, quiet: list[_Rank], alive: list[_Rank], now: float) -> bool:
+        """All that is quiet waits, and somebody who does not has just written a record of work: it evaluates, say."""
+        working = [
+            rank
+            for rank in alive
+            if rank.pulse.worked_at is not None and now - rank.pulse.worked_at <= self._threshold(rank)
+        ]
+        if not working:
+            return False
+        where = {standing.rank: standing for standing in self._standings()}
+        waits = {number for number, standing in where.items() if standing.waits}
+        if not all(rank.rank in waits for rank in quiet) or not any(rank.rank not in waits for rank in working):
+            return False
+        if now >= self._waited_line_due:
+            since = min(rank.pulse.last_at for rank in quiet)
+            doing = [where[rank.rank] for rank in working if rank.rank in where and rank.rank not in waits]
+            line = waiting.work_line(doing, len(waits), since, now)
+            if self._waited_line_due or self.announcements.is_news(line, now - since):
+                self._waited_line_due = now + self._limits.say_every_s
+                self.say(line)
+        return True
+
+    def _look(self, stall: _Stall, now: float) -> None:
+        """Bursts of stacks of those who do not wait: only several looks tell a rank that gets on from a loop."""
+        pause = max(_LOOK_AGAIN_S, _LOOK_AGAIN_SHARE * (now - stall.since))
+        in_burst = stall.looks % _LOOKS != 0 or stall.rounds == 1
+        if not in_burst and (now - stall.looked_at < pause or self._calm_line() is None):
+            return
+        stall.looks += 1
+        stall.looked_at = now
+        waits = {standing.rank for standing in self._standings() if standing.waits}
+        self._gather.stacks({rank: pid for rank, pid in self._pids().items() if rank not in waits}, look=True)
+
+    def _calm_line(self) -> str | None:
+        """What the ranks wait for, where the verdict on the stall is that nothing is wrong."""
+        told = [finding for finding in self.verdict.findings if finding.code.startswith("MC2")]
+        if not told or any(finding.severity != "info" for finding in told):
+            return None
+        return waiting.calm_line(told[0].title, len(told[0].victims))
 
     def _suspicious(self, quiet: list[_Rank], now: float) -> bool:
         """Before the first step long silence is normal (imports, compilation), unless peers already wait."""
@@ -415,7 +474,13 @@ class Supervisor:
         if changed or not self._run_dir.verdict.exists():
             self._write(verdict)
         if live and not self._crashed:  # after a crash the last word is a second away
-            self.announcements.tell(verdict, now - self._stall.since if self._stall is not None else 0.0)
+            waited_s = now - self._stall.since if self._stall is not None else 0.0
+            self.announcements.tell(verdict, waited_s)
+            if (stall := self._stall) is not None and not stall.calmed and (line := self._calm_line()):
+                stall.calmed = self.announcements.is_news(line, waited_s)
+                if stall.calmed:
+                    stall.line_due = now + self._limits.say_every_s
+                    self.say(line)
             self._say_what_ended(now)
 
     def _judged(self, live: bool) -> Verdict:
@@ -488,6 +553,6 @@ class Supervisor:
 
     def _raise_to_error(self) -> None:
         """The stall has outlived its patience: what was a warning is now why the job ends."""
-        if self.verdict.findings and self.verdict.findings[0].severity == "warning":
+        if self.verdict.findings and self.verdict.findings[0].severity != "error":
             self.verdict.findings[0].severity = "error"
             self._write(self.verdict)
