@@ -27,8 +27,8 @@ from model_check.launch.failures import RankExit
 from model_check.launch.gather import FlightRequest, Gatherer
 from model_check.launch.hooks import EndJob, Hooks, JobView
 from model_check.launch.journal import Journal
-from model_check.launch.processes import ProcessSample
 from model_check.launch.pulse import Pulse
+from model_check.launch.watched import Rank, Stall
 from model_check.rundir import Finding, RunDir, Verdict
 from model_check.rundir.verdict import Outcome
 
@@ -42,10 +42,8 @@ _LOOK_AGAIN_SHARE = 0.1
 _LONGEST_BLINDNESS_S = 8.0
 _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
 _LAST_WORDS = frozenset({"exception", "exit"})
-_ACTIVE_CPU_S = 0.05
 _SAMPLE_CLOSELY_S = 120.0
 _SAMPLE_HOURLY_S = 3600.0
-_ACTIVE_BYTES = 1 << 20
 EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 
 
@@ -75,41 +73,6 @@ class Limits:
     io_kill_after_s: float = 0.0
 
 
-@dataclass
-class _Rank:
-    """One process under watch."""
-
-    rank: int
-    pid: int
-    pulse: Pulse
-    started_at: float
-    exit: RankExit | None = None
-    cpu_s: float = 0.0
-    io_bytes: int = 0
-
-    def was_active(self, seen: ProcessSample) -> bool:
-        """It, or a child of its, computed for 50 ms or moved a megabyte since the last sample."""
-        cpu_s = seen.stat.cpu_s + sum(child.cpu_s for child in seen.children)
-        active = cpu_s - self.cpu_s > _ACTIVE_CPU_S or seen.io_bytes - self.io_bytes > _ACTIVE_BYTES
-        self.cpu_s, self.io_bytes = cpu_s, seen.io_bytes
-        return active
-
-
-@dataclass
-class _Stall:
-    """A suspicion: since when nothing moved, and which evidence has been taken."""
-
-    since: float
-    threshold_s: float
-    gathered_at: float
-    rounds: int = 1
-    examined: bool = False
-    line_due: float = 0.0
-    looks: int = 0
-    looked_at: float = 0.0
-    calmed: bool = False  # the calm line was said
-
-
 class Supervisor:
     """Watches ranks that others start and end. All times are CLOCK_MONOTONIC seconds."""
 
@@ -132,9 +95,9 @@ class Supervisor:
         self._limits = limits or Limits()
         self.journal = Journal(run_dir)
         self._gather = Gatherer(run_dir, self.journal, request_flight)
-        self._ranks: dict[int, _Rank] = {}
-        self._stall: _Stall | None = None
-        self._waited_line_due = 0.0
+        self._ranks: dict[int, Rank] = {}
+        self._stall: Stall | None = None
+        self._calm_line_due = 0.0  # 0: none was said since all ranks moved
         self._crashed = False
         self._in_trouble = False
         self._sampled_at = 0.0
@@ -156,7 +119,7 @@ class Supervisor:
         started = time.monotonic() if at is None else at
         if not self._ranks:
             self._life_at = started
-        self._ranks[rank] = _Rank(rank, pid, Pulse(self._run_dir.ring(rank), started), started)
+        self._ranks[rank] = Rank(rank, pid, Pulse(self._run_dir.ring(rank), started), started)
         self._crashed = False
 
     def rank_exited(self, exit: RankExit) -> None:
@@ -266,7 +229,7 @@ class Supervisor:
                 return code
         return otherwise
 
-    def _alive(self) -> list[_Rank]:
+    def _alive(self) -> list[Rank]:
         return [rank for rank in self._ranks.values() if rank.exit is None]
 
     def _pids(self) -> dict[int, int]:
@@ -284,27 +247,27 @@ class Supervisor:
 
     # Stalls.
 
-    def _threshold(self, rank: _Rank) -> float:
+    def _threshold(self, rank: Rank) -> float:
         steps = [seconds for r in self._ranks.values() if (seconds := r.pulse.step_seconds()) is not None]
         if steps:
             return max(self._limits.stall_floor_s, self._limits.stall_steps * statistics.median(steps))
         return self._limits.stall_while_peers_wait_s if rank.pulse.has_ring else self._limits.stall_before_first_step_s
 
-    def _quiet_ranks(self, alive: list[_Rank], now: float) -> list[_Rank]:
+    def _quiet_ranks(self, alive: list[Rank], now: float) -> list[Rank]:
         # No threshold is below the floor, so a healthy turn computes no median.
         silent = [rank for rank in alive if now - rank.pulse.last_at > self._limits.stall_floor_s]
         return [rank for rank in silent if now - rank.pulse.last_at > self._threshold(rank)]
 
-    def _follow_stall(self, alive: list[_Rank], now: float) -> None:
+    def _follow_stall(self, alive: list[Rank], now: float) -> None:
         quiet = self._quiet_ranks(alive, now)
         if not quiet:
-            self._waited_line_due = 0.0
+            self._calm_line_due = 0.0
         elif self._waited_for_work(quiet, alive, now):
             quiet = []
         if self._stall is None:
             if quiet and self._suspicious(quiet, now):
                 since = min(rank.pulse.last_at for rank in quiet)
-                self._stall = _Stall(
+                self._stall = Stall(
                     since, self._threshold(quiet[0]), now, line_due=since + self._limits.say_every_s, looked_at=now
                 )
                 self._gather.sample(self._pids())
@@ -324,14 +287,13 @@ class Supervisor:
             self._gather.stacks(self._pids())
             self._gather.flight(self._pids())
             self._examine_now(now)
-        if now >= stall.line_due:
+        if now >= stall.line_due and self._calm_line() is None:
             stall.line_due = now + self._limits.say_every_s
             start = waiting.start_line(self._run_dir, self._pids(), now)
-            doing = self._calm_line() or waiting.waiting_line(self._standings(), now)
-            for line in filter(None, (doing, start)):
+            for line in filter(None, (waiting.waiting_line(self._standings(), now), start)):
                 self.say(line)
 
-    def _waited_for_work(self, quiet: list[_Rank], alive: list[_Rank], now: float) -> bool:
+    def _waited_for_work(self, quiet: list[Rank], alive: list[Rank], now: float) -> bool:
         """All that is quiet waits, and somebody who does not has just written a record of work: it evaluates, say."""
         working = [
             rank
@@ -344,16 +306,19 @@ class Supervisor:
         waits = {number for number, standing in where.items() if standing.waits}
         if not all(rank.rank in waits for rank in quiet) or not any(rank.rank not in waits for rank in working):
             return False
-        if now >= self._waited_line_due:
-            since = min(rank.pulse.last_at for rank in quiet)
-            doing = [where[rank.rank] for rank in working if rank.rank in where and rank.rank not in waits]
-            line = waiting.work_line(doing, len(waits), since, now)
-            if self._waited_line_due or self.announcements.is_news(line, now - since):
-                self._waited_line_due = now + self._limits.say_every_s
-                self.say(line)
+        since = min(rank.pulse.last_at for rank in quiet)
+        doing = [where[rank.rank] for rank in working if rank.rank in where and rank.rank not in waits]
+        self._say_calmly(waiting.work_line(doing, len(waits)), now - since, now)
         return True
 
-    def _look(self, stall: _Stall, now: float) -> None:
+    def _say_calmly(self, line: str, waited_s: float, now: float) -> None:
+        """One line while ranks wait and nothing is wrong, and another one each half minute."""
+        if now < self._calm_line_due or (not self._calm_line_due and not self.announcements.is_news(line, waited_s)):
+            return
+        self._calm_line_due = now + self._limits.say_every_s
+        self.say(line)
+
+    def _look(self, stall: Stall, now: float) -> None:
         """Bursts of stacks of those who do not wait: only several looks tell a rank that gets on from a loop."""
         pause = max(_LOOK_AGAIN_S, _LOOK_AGAIN_SHARE * (now - stall.since))
         in_burst = stall.looks % _LOOKS != 0 or stall.rounds == 1
@@ -371,7 +336,7 @@ class Supervisor:
             return None
         return waiting.calm_line(told[0].title, len(told[0].victims))
 
-    def _suspicious(self, quiet: list[_Rank], now: float) -> bool:
+    def _suspicious(self, quiet: list[Rank], now: float) -> bool:
         """Before the first step long silence is normal (imports, compilation), unless peers already wait."""
         if any(rank.pulse.step_seconds() is not None for rank in self._ranks.values()):
             return True
@@ -379,7 +344,7 @@ class Supervisor:
             return True
         return any(standing.waits for standing in self._standings())
 
-    def _confirm(self, stall: _Stall, now: float) -> None:
+    def _confirm(self, stall: Stall, now: float) -> None:
         stall.rounds = 2
         stall.gathered_at = now
         stall.examined = True
@@ -388,7 +353,7 @@ class Supervisor:
         self.journal.write("stall", since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since)
         self._examine_now(time.monotonic())
 
-    def _withdraw(self, stall: _Stall, now: float) -> None:
+    def _withdraw(self, stall: Stall, now: float) -> None:
         self._stall = None
         self._in_io_since = None
         if not stall.examined or self._crashed:
@@ -476,11 +441,8 @@ class Supervisor:
         if live and not self._crashed:  # after a crash the last word is a second away
             waited_s = now - self._stall.since if self._stall is not None else 0.0
             self.announcements.tell(verdict, waited_s)
-            if (stall := self._stall) is not None and not stall.calmed and (line := self._calm_line()):
-                stall.calmed = self.announcements.is_news(line, waited_s)
-                if stall.calmed:
-                    stall.line_due = now + self._limits.say_every_s
-                    self.say(line)
+            if self._stall is not None and (line := self._calm_line()) is not None:
+                self._say_calmly(line, waited_s, now)
             self._say_what_ended(now)
 
     def _judged(self, live: bool) -> Verdict:

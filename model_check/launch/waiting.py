@@ -136,12 +136,12 @@ def waiting_line(where: Sequence[Standing], now: float) -> str | None:
     return f"every rank has been waiting for another for {seconds:.0f} s: {who}"
 
 
-def work_line(working: Sequence[Standing], waiting: int, since: float, now: float) -> str:
+def work_line(working: Sequence[Standing], waiting: int) -> str:
     """Some ranks work and the others wait for them, as they should: "rank 0 evaluates; 3 ranks wait for it"."""
     first = min(working, key=lambda standing: standing.rank)
     does = "evaluates" if first.forwards_only else _DOES.get(first.phase, "is at work")
     others = f" (and {len(working) - 1} more)" if len(working) > 1 else ""
-    return f"{calm_line(f'rank {first.rank}{others} {does}', waiting)}, for {now - since:.0f} s so far"
+    return calm_line(f"rank {first.rank}{others} {does}", waiting)
 
 
 def calm_line(doing: str, waiting: int) -> str:

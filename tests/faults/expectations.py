@@ -309,7 +309,7 @@ FAULTS: tuple[Fault, ...] = (
 HEALTHY: tuple[Control, ...] = (
     Control("long_first_step"),
     Control("slow_save_rank0", waits="saving"),
-    Control("long_validation_rank0", seconds=90),
+    Control("long_validation_rank0", seconds=90, waits="rank 0 evaluates; 1 rank waits for it"),
     Control("rank0_works_on"),
     Control("pipeline_stages", nproc=4),
     Control("stdin_closed", stdin="closed"),
@@ -341,7 +341,7 @@ HEALTHY: tuple[Control, ...] = (
         may_tell=frozenset({"MC705"}),
     ),
     Control("elastic_restart", form="python"),
-    Control("compiles", seconds=120, waits="compil"),
+    Control("compiles", seconds=120, waits="rank 0 compiles; 1 rank waits for it"),
     Control("scores_text", seconds=90),
     Control("draws_weights", seconds=90),
     Control("builds_index", seconds=90),
