@@ -181,9 +181,8 @@ def _run_command(
         write_json_atomic(directory.environment, snapshot_environment())
         supervisor = supervisor_for(directory, replace(limits, own_launcher_s=_OWN_LAUNCHER_S))
         env = injected_environment(directory, os.environ, guard)
-        if (
-            gated
-        ):  # how many ranks the command starts is known to it alone: the gate lets through what the host can hold
+        if gated:
+            # How many ranks it starts is known to the command alone: the gate lets through what the host can hold.
             env |= plan_gate(directory, os.cpu_count() or 1).variables()
         result = run_command(words, run_dir=directory, env=env, supervisor=supervisor, stop_grace_s=stop_grace_s)
         outcome: Outcome = "completed" if result.exit_code == 0 else "failed"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from model_check.diagnose.source import source_text
+from model_check.rundir.generated import is_generated
 
 _STDLIB = tuple(
     path.rstrip("/") + "/" for key in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(key)) is not None
@@ -43,6 +44,11 @@ _WRITE_TEXT = re.compile(
     r"\bopen\(.*([\"'][rbt]*[wax+][rbtwax+]*[\"']|O_WRONLY|O_RDWR)|\.write\(|\.flush\(|fsync"
     r"|torch\.save\(|save_file\(|write_text\(|write_bytes\("
 )
+# Files that are on the stack while something is compiled, never while the result runs.
+_COMPILER = re.compile(
+    r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler|codecache|async_compile|cpp_builder)"
+    r"|utils/cpp_extension)\.py$|/torch/_inductor/codegen/|/triton/compiler/"
+)
 _INPUT_TEXT = re.compile(r"\binput\(|stdin\.(read|readline|buffer)|\bgetpass\(|in sys\.stdin")
 
 
@@ -69,6 +75,11 @@ class Frame:
     def is_user_code(self) -> bool:
         """Not torch, the standard library, an installed package, the import machinery, or ourselves."""
         return is_user_path(self.file)
+
+    @property
+    def is_program(self) -> bool:
+        """The user's code, or our trainer's where that is the program."""
+        return self.is_user_code or bool(_OURS.search(self.file.replace("\\", "/")))
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], root: str = "") -> Frame:
@@ -101,9 +112,9 @@ class ThreadStack:
 
 
 def is_user_path(file: str) -> bool:
-    if not file or file.startswith("<") or "frozen importlib" in file:
-        return False
     path = file.replace("\\", "/")
+    if not file or is_generated(path) or "frozen importlib" in file:
+        return False
     if any(part in path for part in _INSTALLED) or _is_ours(path):
         return False
     return not (path.startswith(_STDLIB) or _FOREIGN_STDLIB.search(path))
@@ -190,6 +201,19 @@ def writes_file(thread: ThreadStack) -> bool:
 def reads_input(thread: ThreadStack) -> bool:
     frame = thread.user_frame
     return frame is not None and bool(_INPUT_TEXT.search(source_text(frame)))
+
+
+def fetching_at(stack: Sequence[Frame]) -> Frame | None:
+    """The user's line in a worker's work. Outside of it a forked worker has the lines of the rank that forked it."""
+    loop = next((i for i, frame in enumerate(stack) if frame.function.endswith("_worker_loop")), len(stack))
+    return innermost_user(stack[:loop])
+
+
+def compiles(thread: ThreadStack) -> bool:
+    """Below the user's line a compiler is at work, or waits for the processes that it has started."""
+    inner = [frame.file.replace("\\", "/") for frame in _inner_part(thread)]
+    # A lock file that a killed build left behind is waited for without an end.
+    return any(map(_COMPILER.search, inner)) and not any(path.endswith("/file_baton.py") for path in inner)
 
 
 def in_loader(thread: ThreadStack) -> bool:

@@ -13,9 +13,10 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, no_progress_text, waiting_text
-from model_check.diagnose.frames import Frame, innermost_user
+from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import joining_findings
+from model_check.diagnose.life import sign_of_life
 from model_check.diagnose.raised import raised_at
 from model_check.diagnose.source import source_text
 from model_check.diagnose.standing import Standing
@@ -52,6 +53,10 @@ _FROM_ELSEWHERE = (
     "look at who should write what the named line reads: a pipe has no writer yet, or its writer writes nothing",
     "where it is a file: check its file system with df, mount, dmesg",
 )
+_WHILE_COMPILING = [
+    "nothing: the first step of a compiled model takes long; a cache that outlives the job makes the next start short"
+]
+_CALM_S = 60.0
 _PLURALS = {"is": "are", "has": "have", "was": "were"}
 
 
@@ -118,13 +123,20 @@ def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], w
             *waiting_text(waits, waiting),
             *([_what_then(standing, waiting)] if waiting else []),
         ],
-        severity="error" if evidence.killed_as_hung else "warning",
+        severity="error" if evidence.killed_as_hung else "info" if _is_calm(code, standing) else "warning",
         step=rank.step,
         phase=standing.phase,
         fix=fix,
         began=quiet_since,
         now=evidence.now,
     )
+
+
+def _is_calm(code: str, s: Standing) -> bool:
+    """Nothing is wrong: it gets on, or does something that takes long, and has not stood still for a minute."""
+    if code != "MC220":
+        return False
+    return s.quiet_s is None or s.quiet_s < _CALM_S or s.busy or s.compiles or bool(sign_of_life(s))
 
 
 def _what_then(s: Standing, waiting: Sequence[int]) -> str:
@@ -141,6 +153,8 @@ def _name(standing: Standing, joining: bool) -> Named:
     return (
         _stopped(standing)
         or _input(standing)
+        or _dead_worker(standing)
+        or _at_work(standing)
         or _loader(standing)
         or _network(standing)
         or _write(standing)
@@ -150,6 +164,7 @@ def _name(standing: Standing, joining: bool) -> Named:
         or (_never_joined(standing) if joining else None)
         or _spinning(standing)
         or _slow(standing)
+        or _works_on(standing)
         or _other_thread(standing)
         or _user_code(standing)
     )
@@ -174,14 +189,18 @@ def _input(s: Standing) -> Named | None:
     return "MC215", f"rank {s.rank.rank} waits for standard input", s.frame, facts, []
 
 
+def _dead_worker(s: Standing) -> Named | None:
+    if not s.in_loader or not s.dead_workers:
+        return None
+    pids = ", ".join(map(str, s.dead_workers))
+    fact = f"observed: loader worker {pids} is no longer alive and rank {s.rank.rank} still waits for its batch"
+    return "MC216", f"a loader worker of rank {s.rank.rank} died", s.frame, [fact], []
+
+
 def _loader(s: Standing) -> Named | None:
     if not s.in_loader:
         return None
-    if s.dead_workers:
-        pids = ", ".join(map(str, s.dead_workers))
-        fact = f"observed: loader worker {pids} is no longer alive and rank {s.rank.rank} still waits for its batch"
-        return "MC216", f"a loader worker of rank {s.rank.rank} died", s.frame, [fact], []
-    workers = [(dump, _fetching_at(dump.main.frames)) for dump in s.worker_dumps() if dump.main is not None]
+    workers = [(dump, frames.fetching_at(dump.main.frames)) for dump in s.worker_dumps() if dump.main is not None]
     stuck = next(((dump, frame) for dump, frame in workers if frame is not None), None)
     facts = [f"observed: {_doing(s)}"]
     if stuck is not None:
@@ -189,12 +208,6 @@ def _loader(s: Standing) -> Named | None:
         facts.append(f"observed: its loader worker {dump.pid} stands at {frame.site} in {frame.function}")
         return "MC204", f"rank {s.rank.rank} is stuck in the data loader", frame, facts, []
     return "MC204", f"rank {s.rank.rank} is stuck in the data loader", s.frame, facts, []
-
-
-def _fetching_at(stack: Sequence[Frame]) -> Frame | None:
-    """The user's line in a worker's work. Outside of it a forked worker has the lines of the rank that forked it."""
-    loop = next((i for i, frame in enumerate(stack) if frame.function.endswith("_worker_loop")), len(stack))
-    return innermost_user(stack[:loop])
 
 
 def _network(s: Standing) -> Named | None:
@@ -322,21 +335,42 @@ def _spinning(s: Standing) -> Named | None:
     return "MC212", f"rank {s.rank.rank} loops in {frame.function} without getting anywhere", frame, facts, []
 
 
+def _at_work(s: Standing) -> Named | None:
+    """It writes no records and gets on all the same. One that was ended as hung did not."""
+    if s.evidence.killed_as_hung:
+        return None
+    if s.compiles:
+        return _alive(s, "compiling", [])
+    sign = sign_of_life(s)
+    if not sign:
+        return None
+    inside = f"at work in {s.frame.function}" if s.frame is not None and s.frame.function else "at work"
+    doing = _SLOW_BUT_FINE.get(s.phase) or ("loading data" if s.in_loader else inside)
+    return _alive(s, doing, [f"observed: {sign}"])
+
+
 def _slow(s: Standing) -> Named | None:
     doing = _SLOW_BUT_FINE.get(s.phase)
     if doing is None and s.busy:
         doing = _COMPUTING.get(s.phase)
-    if doing is None:
+    return _alive(s, doing, []) if doing is not None else None
+
+
+def _works_on(s: Standing) -> Named | None:
+    """Its peers have finished and nobody waits for it: an export, an upload."""
+    ends = [s.evidence.of(number).exit for number in s.evidence.all_ranks if number != s.rank.rank]
+    if s.script_over or s.evidence.killed_as_hung or not ends or not all(end is not None and end.ok for end in ends):
         return None
-    spent = (
-        f"{max(0.0, s.evidence.now - (s.rank.innermost.time_ns / 1e9)):.0f} s"
-        if s.rank.innermost is not None
-        else "long"
-    )
-    facts = [f"observed: rank {s.rank.rank} has been {doing} for {spent}"]
-    if s.cpu_share is not None:
-        facts.append(f"observed: it uses {100 * s.cpu_share:.0f} % of a core")
-    return "MC220", f"rank {s.rank.rank} has been {doing} for {spent}", s.frame, facts, []
+    return _alive(s, "working on after its peers have finished", [f"observed: {_doing(s)}"])
+
+
+def _alive(s: Standing, doing: str, facts: Sequence[str]) -> Named:
+    began = s.rank.innermost.time_ns / 1e9 if s.rank.innermost is not None else s.rank.last_progress_t
+    spent = f"{max(0.0, s.evidence.now - began):.0f} s" if began is not None else "long"
+    said = f"rank {s.rank.rank} has been {doing} for {spent}"
+    fix = _WHILE_COMPILING if doing == "compiling" else []
+    share = [f"observed: it uses {100 * s.cpu_share:.0f} % of a core"] if s.cpu_share is not None else []
+    return "MC220", said, s.frame, [f"observed: {said}", *facts, *share], fix
 
 
 def _user_code(s: Standing) -> Named:

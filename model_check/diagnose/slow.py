@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from model_check.diagnose.evidence import P2P_OPS, WAIT_PHASES, Evidence, ProcSample, RankEvidence, frame_of
+from model_check.diagnose.evidence import (
+    P2P_OPS,
+    STALL_FLOOR_S,
+    STALL_STEPS,
+    WAIT_PHASES,
+    Evidence,
+    ProcSample,
+    RankEvidence,
+    frame_of,
+)
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
 from model_check.rundir import Finding
@@ -25,6 +34,7 @@ STRAGGLER_SHARE = 0.2
 STRAGGLER_SUSTAINED = 0.8
 # Below this a busy host's scheduling alone makes ranks differ.
 STRAGGLER_SECONDS = 0.01
+LOADER_AT_WORK = 0.1  # CPU seconds a second of all workers of a rank
 DATA_BOUND_SHARE = 0.5
 DATA_BOUND_STEPS = 10
 OVERSUBSCRIBED = 3.0
@@ -37,6 +47,7 @@ LEAK_SAMPLES = 8
 LEAK_SECONDS = 20.0
 LEAK_STEPS = 10
 LEAK_SHARE = 0.1
+LEAK_PAUSED = 0.5  # of the time, at most, may lie between steps
 LEAK_LATE_HALF = 0.7  # of the rate of the half before it
 LEAK_LAST_QUARTER = 0.5  # of the rate of the whole
 _GIB = 1 << 30
@@ -105,14 +116,15 @@ def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Find
     # The rank whose backward is shortest is the one that nobody kept waiting in it.
     # DDP reduces gradients inside backward, so what a backward takes beyond that is waiting, too.
     floor = min(_median_phase(steps, "backward") for steps in newest.values())
-    own = {rank: _median_own(steps, floor) for rank, steps in newest.items()}
+    own = {rank: _median_own(steps, floor) - _loader_wait(evidence, rank, steps) for rank, steps in newest.items()}
     slowest = max(own, key=lambda rank: own[rank])
     others = statistics.median([value for rank, value in own.items() if rank != slowest])
     whole = statistics.median(s.whole for s in newest[slowest])
     gap = own[slowest] - others
     if gap < max(STRAGGLER_SECONDS, STRAGGLER_SHARE * whole) or own[slowest] < STRAGGLER_RATIO * others:
         return None
-    over = [s.own > STRAGGLER_RATIO * others for s in newest[slowest]]
+    loaders = _loader_wait(evidence, slowest, newest[slowest])
+    over = [s.own - loaders > STRAGGLER_RATIO * others for s in newest[slowest]]
     if sum(over) < STRAGGLER_SUSTAINED * len(over):
         return None
     rank = evidence.of(slowest)
@@ -134,6 +146,28 @@ def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Find
         step=rank.step,
         phase=phase,
     )
+
+
+def _loader_wait(evidence: Evidence, number: int, steps: list[StepTimes]) -> float:
+    """Time a step in which it waits for its loader workers, if they do not compute more than its peers' do.
+
+    Where all loaders are equally slow, whoever's batch comes last seems to hold the others up: their next batches come
+    while they wait for it.
+    """
+    used = {rank.rank: _worker_cpu(rank) for rank in evidence.ranks.values() if rank.happened("loader_worker")}
+    own, others = used.get(number), [cpu for rank, cpu in used.items() if rank != number]
+    if own is None or not others or own > max(LOADER_AT_WORK, STRAGGLER_RATIO * statistics.median(others)):
+        return 0.0
+    return _median_phase(steps, "data")
+
+
+def _worker_cpu(rank: RankEvidence) -> float:
+    """CPU seconds that its loader workers use a second."""
+    pids = {record.get("worker_pid") for record in rank.happened("loader_worker")}
+    seen = [(s.t, c.get("pid"), float(c.get("cpu_s") or 0)) for s in rank.samples[-5:] for c in s.children]
+    seconds = max((t for t, _, _ in seen), default=0.0) - min((t for t, _, _ in seen), default=0.0)
+    rise = {pid: [cpu for _, of, cpu in seen if of == pid] for pid in pids}
+    return sum(cpu[-1] - cpu[0] for cpu in rise.values() if cpu) / seconds if seconds > 0 else 0.0
 
 
 def _passes_work_on(rank: RankEvidence) -> bool:
@@ -263,7 +297,7 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
     seconds = max(LEAK_SECONDS, LEAK_STEPS * (evidence.median_step_s or 0.0))
     # Behind a cache that filled first a leak shows in the second half alone.
     points = next((part for part in (points, _since(points, 0.5)) if _climbs_steadily(part, seconds)), [])
-    if not points:
+    if not points or _paused(rank, points, evidence) > LEAK_PAUSED * (points[-1][0] - points[0][0]):
         return None
     slope = _slope(points)
     frame = _phase_frame(rank, "forward")
@@ -282,6 +316,13 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
         severity="warning",
         step=rank.step,
     )
+
+
+def _paused(rank: RankEvidence, points: _Points, evidence: Evidence) -> float:
+    """Seconds between two steps that lay far apart: what an evaluation or a compilation takes grows with no step."""
+    far = max(STALL_FLOOR_S, STALL_STEPS * (evidence.median_step_s or 0.0))
+    gaps = [(max(a, points[0][0]), min(b, points[-1][0])) for a, b in pairwise(rank.step_times) if b - a > far]
+    return sum(end - begin for begin, end in gaps if end > begin)
 
 
 def _held(sample: ProcSample) -> int:

@@ -7,13 +7,14 @@ import linecache
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from model_check.diagnose.frames import Frame
 
 _MAX_SOURCE_LINES = 20_000
 _MAX_SOURCE_BYTES = 4 << 20
+_ENDLESS = ("count", "cycle", "repeat", "iter")
 _COMMENT = re.compile(r"\s*#[^'\"]*$")
 
 
@@ -49,21 +50,38 @@ def statement(frame: Frame) -> str:
     return text if "(" in text and text.count("(") == text.count(")") else ""
 
 
+class Loop(NamedTuple):
+    """A loop statement. `ends`: it goes through something that has an end, and has no other way out."""
+
+    first: int
+    last: int
+    ends: bool
+
+
 @lru_cache(maxsize=64)
-def _loops(file: str, root: str) -> tuple[tuple[int, int], ...]:
+def _loops(file: str, root: str) -> tuple[Loop, ...]:
     try:
         tree = ast.parse("\n".join(source_lines(file, root)))
     except (SyntaxError, ValueError):
         return ()
     found = [node for node in ast.walk(tree) if isinstance(node, (ast.While, ast.For, ast.AsyncFor))]
-    return tuple((node.lineno, node.end_lineno or node.lineno) for node in found)
+    return tuple(Loop(node.lineno, node.end_lineno or node.lineno, _ends(node)) for node in found)
 
 
-def enclosing_loop(frame: Frame, *lines: int) -> tuple[int, int] | None:
-    """The first and last line of the innermost loop statement around a frame's line, and around these lines as well."""
+def _ends(loop: ast.While | ast.For | ast.AsyncFor) -> bool:
+    """A `for` that may leave early is how one tries again and again: like a `while`, it may only wait."""
+    if not isinstance(loop, ast.For) or any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(loop)):
+        return False
+    made_by = loop.iter.func if isinstance(loop.iter, ast.Call) else None
+    name = made_by.attr if isinstance(made_by, ast.Attribute) else made_by.id if isinstance(made_by, ast.Name) else ""
+    return name not in _ENDLESS
+
+
+def enclosing_loop(frame: Frame, *lines: int) -> Loop | None:
+    """The innermost loop statement around a frame's line, and around these lines as well."""
     inside = (frame.line, *lines)
-    around = [span for span in _loops(frame.file, frame.root) if all(span[0] <= line <= span[1] for line in inside)]
-    return max(around, key=lambda span: span[0], default=None)
+    around = [loop for loop in _loops(frame.file, frame.root) if all(loop.first <= n <= loop.last for n in inside)]
+    return max(around, key=lambda loop: loop.first, default=None)
 
 
 def lines_around(file: str, line: int, context: int = 2, root: str = "") -> list[tuple[int, str]]:

@@ -11,12 +11,14 @@ from typing import Any
 from model_check.diagnose import frames
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, StackDump
 from model_check.diagnose.frames import Frame, ThreadStack
-from model_check.diagnose.source import enclosing_loop
+from model_check.diagnose.source import Loop, enclosing_loop
 
 BUSY_SHARE = 0.5
 _SHARED_CORE = 0.05
 _POLLING_SHARE = 0.002
-_POLLS_PER_S = 0.3
+POLLS_PER_S = 0.3
+_RECENT_S = 4.0
+_LOOKS = 6  # that are compared: those of one burst
 _WRITE_CALLS = frozenset({"write", "pwrite64", "writev", "open", "openat", "fsync", "fdatasync", "flock", "fcntl"})
 _WRITE_CHANNELS = ("pipe_w", "fifo", "wait_for_partner", "nfs", "rpc_wait", "jbd2", "balance_dirty", "sync")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/code.py")
@@ -61,11 +63,21 @@ class Standing:
 
     @cached_property
     def cpu_share(self) -> float | None:
-        """CPU seconds per second of the process since its last progress; None where two samples are missing."""
-        quiet = self.quiet_samples
+        """CPU seconds per second of the process in the last seconds; None where two samples are missing."""
+        quiet = self.recent_samples
         if len(quiet) < 2 or quiet[-1].t - quiet[0].t < 0.3:
             return None
         return (quiet[-1].cpu_s - quiet[0].cpu_s) / (quiet[-1].t - quiet[0].t)
+
+    @cached_property
+    def recent_samples(self) -> list[ProcSample]:
+        """Samples of the last seconds: what it did before that says nothing about now."""
+        quiet = self.quiet_samples
+        return [s for s in quiet if s.t >= quiet[-1].t - _RECENT_S]
+
+    @property
+    def looks(self) -> list[StackDump]:
+        return self.dumps[-_LOOKS:]
 
     @cached_property
     def quiet_samples(self) -> list[ProcSample]:
@@ -88,7 +100,7 @@ class Standing:
         """It computes, or wants to and shares its core with others."""
         if self.cpu_share is None:
             return self.state == "R"
-        runnable = sum(s.state == "R" for s in self.quiet_samples) > len(self.quiet_samples) / 2
+        runnable = sum(s.state == "R" for s in self.recent_samples) > len(self.recent_samples) / 2
         return self.cpu_share >= BUSY_SHARE or (runnable and self.cpu_share >= _SHARED_CORE)
 
     @cached_property
@@ -139,16 +151,14 @@ class Standing:
 
     @cached_property
     def gil_holder(self) -> ThreadStack | None:
-        """A thread that held the interpreter lock at the same line in two rounds, outside any Python loop."""
-        rounds = [next((t for t in dump.threads if t.gil), None) for dump in self.dumps[-2:]]
-        if len(rounds) < 2 or rounds[0] is None or rounds[1] is None:
+        """A thread that held the interpreter lock at the same line in every look, outside any Python loop."""
+        holders = [next((t for t in dump.threads if t.gil), None) for dump in self.looks]
+        places = {holder.innermost if holder is not None else None for holder in holders}
+        if len(holders) < 2 or len(places) > 1 or (place := places.pop()) is None:
             return None
-        first, second = rounds[0].innermost, rounds[1].innermost
-        if first is None or second is None or first != second:
+        if self.busy and place.is_user_code and self.loop_without_records(place) is not None:
             return None
-        if self.busy and second.is_user_code and self._spins_at(second):
-            return None
-        return rounds[1]
+        return holders[-1]
 
     @cached_property
     def lock_waiters(self) -> list[ThreadStack]:
@@ -177,19 +187,19 @@ class Standing:
     @property
     def spinning(self) -> Frame | None:
         """The user's line inside a loop that never touched the black box, while the process uses CPU."""
-        if self.main is None or self.phase in ("compile", "save", "load"):
+        if self.main is None or self.phase in ("compile", "save", "load", "model"):
             return None
         frame = self.main.user_frame
         if frame is None:
             return None
-        in_loop = self._spins_at(frame)
+        in_loop = self.loop_without_records(frame) is not None
         direct = self.main.innermost is frame
-        if self.busy and (in_loop or (direct and self._same_function_twice())):
+        if self.busy and (in_loop or (direct and self._stays_in_one_function())):
             return frame
-        return frame if in_loop and self._polls and self._same_function_twice() else None
+        return frame if in_loop and self.wakes and self._stays_in_one_function() else None
 
     @cached_property
-    def _polls(self) -> bool:
+    def wakes(self) -> bool:
         """Its main thread wakes up again and again; one that stays in a single blocking call does not."""
         quiet = self.quiet_samples[1:]  # on its way into a blocking call it may sleep a few times more
         counts = [s.switches for s in quiet if s.switches is not None]
@@ -199,19 +209,43 @@ class Standing:
         if len(counts) < 2:
             return False
         woken = counts[-1] - counts[0]
-        return woken >= 2 and woken / (quiet[-1].t - quiet[0].t) >= _POLLS_PER_S
+        return woken >= 2 and woken / (quiet[-1].t - quiet[0].t) >= POLLS_PER_S
 
-    def _same_function_twice(self) -> bool:
-        mains = [dump.main for dump in self.dumps[-2:] if dump.main is not None]
+    def _stays_in_one_function(self) -> bool:
+        mains = [dump.main for dump in self.looks if dump.main is not None]
         seen = {(f.file, f.function) for main in mains if (f := main.user_frame) is not None}
-        return len(mains) == 2 and len(seen) == 1
+        return len(mains) > 1 and len(seen) == 1
 
-    def _spins_at(self, frame: Frame) -> bool:
-        """In a loop of its own function that contains no recorded call: a training loop contains many."""
+    def loop_without_records(self, frame: Frame) -> Loop | None:
+        """The loop of its own function around a line, if no call in it is recorded: a training loop contains many."""
         loop = enclosing_loop(frame)
         if loop is None:
+            return None
+        recorded = any(loop.first <= c.line <= loop.last and same_file(c.file, frame) for c in self.rank.crumbs)
+        return None if recorded else loop
+
+    @property
+    def compiles(self) -> bool:
+        """Its main thread compiles, or a thread of autograd's while it waits in the backward pass."""
+        if self.main is None:
             return False
-        return not any(loop[0] <= c.line <= loop[1] and same_file(c.file, frame) for c in self.rank.crumbs)
+        threads = self.dumps[-1].threads if self.phase == "backward" else (self.main,)
+        return any(map(frames.compiles, threads))
+
+    @property
+    def waits_for_workers(self) -> bool:
+        """It waits in a loader that has processes of its own to load with."""
+        loads_itself = self.main is not None and any("/_utils/fetch.py" in f.file for f in self.main.frames)
+        return self.in_loader and not loads_itself
+
+    def worker_looks(self) -> dict[int, list[ThreadStack]]:
+        """The main threads of its loader workers, oldest look first."""
+        found: dict[int, list[ThreadStack]] = {}
+        since = self.rank.last_progress_t or 0.0
+        for dump in self.rank.stacks:
+            if dump.process == "loader_worker" and dump.main is not None and dump.t >= since:
+                found.setdefault(dump.pid, []).append(dump.main)
+        return {pid: looks[-_LOOKS:] for pid, looks in found.items()}
 
     def worker_dumps(self) -> Iterator[StackDump]:
         since = self.rank.last_progress_t or 0.0
@@ -224,10 +258,12 @@ class Standing:
     @cached_property
     def dead_workers(self) -> list[int]:
         """Loader workers that were started and are no longer among the rank's living children."""
-        if self.sample is None:
+        if self.sample is None or not self.waits_for_workers:
             return []
         alive = {int(c.get("pid") or 0) for c in self.sample.children if c.get("state") not in ("Z", "X")}
-        known = [int(e.get("worker_pid") or 0) for e in self.rank.happened("loader_worker")]
+        started = self.rank.happened("loader_worker")
+        newest = max((n for n, e in enumerate(started) if not e.get("worker_id")), default=0)
+        known = [int(e.get("worker_pid") or 0) for e in started[newest:]]  # those before it had done their work
         seen_alive = {int(c.get("pid") or 0) for s in self.rank.samples for c in s.children}
         dead_children = {int(c.get("pid") or 0) for c in self.sample.children if c.get("state") in ("Z", "X")}
         return [pid for pid in known if pid not in alive and (pid in seen_alive or pid in dead_children)]

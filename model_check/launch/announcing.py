@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ _Key = tuple[str, tuple[int, ...], str | None]  # what makes a finding the same 
 _MAY_END = {"MC705": "the memory of rank {} grows no longer"}
 _GONE_FOR_GOOD_S = 5.0
 _MOST_RETURNS = 1  # of a trend that comes and goes; the last verdict has it in any case
+_NUMBERS = re.compile(r"\d+ s\b")
 _EXPLAIN_ALL = ("MC2", "MC3", "MC40", "MC5", "MC6")  # beside one of these no trend is looked for
 
 
@@ -32,6 +34,7 @@ class Announcements:
         self._certainty_told: dict[_Key, str] = {}
         self._patience_s: dict[_Key, float] = {}
         self._missing_since: dict[_Key, float] = {}
+        self._calm_patience_s: dict[str, float] = {}
         self._times_ended: Counter[_Key] = Counter()
 
     def tell(self, verdict: Verdict, waited_s: float) -> None:
@@ -48,6 +51,14 @@ class Announcements:
                 fresh.append(finding)
         if fresh:
             self._show(replace(verdict, findings=fresh))
+
+    def is_news(self, line: str, waited_s: float) -> bool:
+        """Whether a calm line is worth saying: the same one later only for a wait that lasts twice as long."""
+        key = _NUMBERS.sub("", line)
+        if waited_s < self._calm_patience_s.get(key, 0.0):
+            return False
+        self._calm_patience_s[key] = 2 * waited_s
+        return True
 
     def trends_ended(self, verdict: Verdict, now: float, *, last: bool = False) -> list[str]:
         """Takes back the trends that were told and have not been seen for some seconds, or not in the last verdict."""

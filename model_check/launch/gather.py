@@ -39,6 +39,7 @@ class Gatherer:
         self._request_flight = request_flight
         self._kills = MemoryKillWatch()
         self._stack_round = 0
+        self._looks = 0  # since the last round
         self._flight_round = 0
         self._ports_named: set[int] = set()
         self._events_read: dict[int, int] = {}
@@ -59,9 +60,10 @@ class Gatherer:
             )
         return samples
 
-    def stacks(self, pids: Mapping[int, int], *, timeout_s: float = stacks.TIMEOUT_S) -> None:
-        """One round of stacks: every rank and the children it waits for, all at once."""
-        self._stack_round += 1
+    def stacks(self, pids: Mapping[int, int], *, timeout_s: float = stacks.TIMEOUT_S, look: bool = False) -> None:
+        """One round of stacks: every rank and the children it waits for, all at once. A `look` belongs to the last."""
+        self._looks = self._looks + 1 if look else 0
+        self._stack_round += not look
         targets = [(rank, pid, pid) for rank, pid in pids.items()]
         for rank, pid in pids.items():
             children = [child for child in processes.children_of(pid) if _is_python(child)]
@@ -84,7 +86,7 @@ class Gatherer:
             fault_signal=stacks.signal_number(read_header(self._run_dir.ring(rank)).get("stack_signal")),
         )
         process = "rank" if is_rank else "loader_worker" if taken.is_loader_worker else "child"
-        name = f"rank-{rank:05d}.{self._stack_round}"
+        name = f"rank-{rank:05d}.{self._stack_round}" + (f".look-{self._looks}" if self._looks else "")
         path = self._run_dir.stacks_dir / (f"{name}.json" if is_rank else f"{name}.{pid}.json")
         write_json_atomic(path, taken.to_json(rank, process))
 

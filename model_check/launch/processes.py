@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,8 @@ class ProcStat:
     start_ticks: int  # with the pid this names a process for good: pids are reused
     rss: int
     wait_status: int | None  # how a zombie ended, as waitpid(2) encodes it
+    io_bytes: int = 0  # of a child that was sampled with its parent, like the next
+    switches: int | None = None
 
     @property
     def alive(self) -> bool:
@@ -112,7 +114,15 @@ class ProcessSample:
             "io_bytes": self.io_bytes,
             "switches": self.switches,
             "children": [
-                {"pid": c.pid, "state": c.state, "cpu_s": round(c.cpu_s, 2), "comm": c.comm, "rss": c.rss}
+                {
+                    "pid": c.pid,
+                    "state": c.state,
+                    "cpu_s": round(c.cpu_s, 2),
+                    "comm": c.comm,
+                    "rss": c.rss,
+                    "io_bytes": c.io_bytes,
+                    "switches": c.switches,
+                }
                 for c in self.children
             ],
         }
@@ -259,10 +269,20 @@ def sample(pid: int) -> ProcessSample | None:
         syscall_target=target,
         fd0=_link(pid, "fd/0"),
         io_bytes=_io_bytes(pid),
-        switches=int(counted) if (counted := status.get("voluntary_ctxt_switches")) else None,
+        switches=_switches(status),
         rss_file=1024 * int(mapped.split()[0]) if (mapped := status.get("RssFile")) else None,
-        children=tuple(child for child in map(read_stat, children_of(pid)) if child is not None),
+        children=tuple(child for child in map(_child, children_of(pid)) if child is not None),
     )
+
+
+def _switches(status: dict[str, str]) -> int | None:
+    counted = status.get("voluntary_ctxt_switches")
+    return int(counted) if counted else None
+
+
+def _child(pid: int) -> ProcStat | None:
+    stat = read_stat(pid)
+    return replace(stat, io_bytes=_io_bytes(pid), switches=_switches(_status(pid))) if stat is not None else None
 
 
 def all_pids() -> Iterator[int]:

@@ -15,8 +15,11 @@ from pathlib import Path
 from model_check.rundir import ring
 
 _SEQ = struct.Struct("<Q")
+_PHASE_OFFSET = struct.calcsize("<QQB")
 _STEP_OFFSET = struct.calcsize("<QQBBBB")
 _STEP = struct.Struct("<i")
+# Records of a rank that asks others for something; asking again and again is no progress of its own.
+_ASKING = frozenset(ring.PHASES.index(phase) for phase in ("collective", "p2p", "barrier", "init", "store", "gate"))
 _MEDIAN_OVER = 20  # looks at a rank that moved: a job that has become slower is judged by its new pace
 
 
@@ -34,6 +37,7 @@ class Pulse:
         self.pid = 0
         self.seq = 0
         self.step = -1
+        self.worked_at: float | None = None  # when its newest record of work of its own was written
         self.last_at = started_at  # seconds of CLOCK_MONOTONIC; the start of the process until the ring has a record
 
     @property
@@ -49,6 +53,8 @@ class Pulse:
             return False
         self.seq = newest
         self.last_at = max(self.last_at, self._time_of(newest))
+        if self._phase_of(newest) not in _ASKING:
+            self.worked_at = self.last_at
         step = self._step_of(newest)
         if step > self.step:
             self._measure(step)
@@ -90,7 +96,7 @@ class Pulse:
         self._capacity = int(header.get("capacity", ring.CAPACITY))
         self._records_at = ring.HEADER_BYTES + int(header.get("strings_bytes", ring.STRINGS_BYTES))
         self.pid = int(header.get("pid", 0))
-        self.seq, self.step = 0, -1
+        self.seq, self.step, self.worked_at = 0, -1, None
         self._step_times.clear()
         return True
 
@@ -106,6 +112,10 @@ class Pulse:
         assert self._map is not None, "records are read from an open ring"
         (step,) = _STEP.unpack_from(self._map, self._slot(seq) + _STEP_OFFSET)
         return int(step)
+
+    def _phase_of(self, seq: int) -> int:
+        assert self._map is not None, "records are read from an open ring"
+        return self._map[self._slot(seq) + _PHASE_OFFSET]
 
     def _first_of_step(self, step: int) -> int:
         """The oldest record still there that was written in this step or later. Steps only grow, so it is bisected."""

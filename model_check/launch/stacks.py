@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from model_check.launch import processes
+from model_check.rundir.generated import is_generated
 
 TIMEOUT_S = 3.0
 _FAULTHANDLER_WAIT_S = 0.5
@@ -125,7 +126,9 @@ class ProcessStacks:
 
 def is_user_file(path: str) -> bool:
     """Neither installed package, nor its command, nor standard library, nor ourselves."""
-    if not path or _LIBRARY.search(path) or path.startswith(_PACKAGE + "/") or _WATCHERS.search(path):
+    if not path or is_generated(path) or _LIBRARY.search(path):
+        return False
+    if path.startswith(_PACKAGE + "/") or _WATCHERS.search(path):
         return False
     return not _is_console_script(path)
 

@@ -2,9 +2,12 @@
 
 `poll` is called about ten times a second by whoever runs the ranks. It is a state machine that never sleeps:
 
-    quiet ──(no progress past the threshold)──> suspected: sample, stacks, flight
+    quiet ──(no progress past the threshold)──> suspected: sample, stacks, flight; looks at those who do not wait
     suspected ──(0.8 s later)──> stalled: second round of stacks, examine, say the finding once
+    stalled ──(alive: it compiles, its lines change)──> one calm line, and more looks now and then
     stalled ──(progress)──> quiet: the finding is withdrawn
+
+While some rank works, those who wait for it are no stall, however long they wait: a calm line says so.
     stalled ──(a proven error, or hang_kill_after_s)──> ending
 
 The rules that name a fault live elsewhere; they come in as `examine`, which reads the run directory.
@@ -24,8 +27,8 @@ from model_check.launch.failures import RankExit
 from model_check.launch.gather import FlightRequest, Gatherer
 from model_check.launch.hooks import EndJob, Hooks, JobView
 from model_check.launch.journal import Journal
-from model_check.launch.processes import ProcessSample
 from model_check.launch.pulse import Pulse
+from model_check.launch.watched import Rank, Stall
 from model_check.rundir import Finding, RunDir, Verdict
 from model_check.rundir.verdict import Outcome, VerdictFile
 
@@ -33,13 +36,14 @@ Examine = Callable[[RunDir, bool], Verdict]
 _CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself
 _STANDINGS_FRESH_S = 1.0
 _MOST_ROUNDS = 12  # of stacks in one stall; by then hours have passed
+_LOOKS = 6  # at those who do not wait, in one burst
+_LOOK_AGAIN_S = 3.0  # at a rank that is alive, the next burst; later ones after a tenth of the time that has passed
+_LOOK_AGAIN_SHARE = 0.1
 _LONGEST_BLINDNESS_S = 8.0
 _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
 _LAST_WORDS = frozenset({"exception", "exit"})
-_ACTIVE_CPU_S = 0.05
 _SAMPLE_CLOSELY_S = 120.0
 _SAMPLE_HOURLY_S = 3600.0
-_ACTIVE_BYTES = 1 << 20
 EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 
 
@@ -69,38 +73,6 @@ class Limits:
     io_kill_after_s: float = 0.0
 
 
-@dataclass
-class _Rank:
-    """One process under watch."""
-
-    rank: int
-    pid: int
-    pulse: Pulse
-    started_at: float
-    exit: RankExit | None = None
-    cpu_s: float = 0.0
-    io_bytes: int = 0
-
-    def was_active(self, seen: ProcessSample) -> bool:
-        """It, or a child of its, computed for 50 ms or moved a megabyte since the last sample."""
-        cpu_s = seen.stat.cpu_s + sum(child.cpu_s for child in seen.children)
-        active = cpu_s - self.cpu_s > _ACTIVE_CPU_S or seen.io_bytes - self.io_bytes > _ACTIVE_BYTES
-        self.cpu_s, self.io_bytes = cpu_s, seen.io_bytes
-        return active
-
-
-@dataclass
-class _Stall:
-    """A suspicion: since when nothing moved, and which evidence has been taken."""
-
-    since: float
-    threshold_s: float
-    gathered_at: float
-    rounds: int = 1
-    examined: bool = False
-    line_due: float = 0.0
-
-
 class Supervisor:
     """Watches ranks that others start and end. All times are CLOCK_MONOTONIC seconds."""
 
@@ -123,8 +95,9 @@ class Supervisor:
         self._limits = limits or Limits()
         self.journal = Journal(run_dir)
         self._gather = Gatherer(run_dir, self.journal, request_flight)
-        self._ranks: dict[int, _Rank] = {}
-        self._stall: _Stall | None = None
+        self._ranks: dict[int, Rank] = {}
+        self._stall: Stall | None = None
+        self._calm_line_due = 0.0  # 0: none was said since all ranks moved
         self._crashed = False
         self._in_trouble = False
         self._verdict_file = VerdictFile(run_dir.verdict)
@@ -148,7 +121,7 @@ class Supervisor:
         started = time.monotonic() if at is None else at
         if not self._ranks:
             self._life_at = started
-        self._ranks[rank] = _Rank(rank, pid, Pulse(self._run_dir.ring(rank), started), started)
+        self._ranks[rank] = Rank(rank, pid, Pulse(self._run_dir.ring(rank), started), started)
         self._crashed = False
 
     def rank_exited(self, exit: RankExit) -> None:
@@ -259,7 +232,7 @@ class Supervisor:
                 return code
         return otherwise
 
-    def _alive(self) -> list[_Rank]:
+    def _alive(self) -> list[Rank]:
         return [rank for rank in self._ranks.values() if rank.exit is None]
 
     def _pids(self) -> dict[int, int]:
@@ -277,23 +250,29 @@ class Supervisor:
 
     # Stalls.
 
-    def _threshold(self, rank: _Rank) -> float:
+    def _threshold(self, rank: Rank) -> float:
         steps = [seconds for r in self._ranks.values() if (seconds := r.pulse.step_seconds()) is not None]
         if steps:
             return max(self._limits.stall_floor_s, self._limits.stall_steps * statistics.median(steps))
         return self._limits.stall_while_peers_wait_s if rank.pulse.has_ring else self._limits.stall_before_first_step_s
 
-    def _quiet_ranks(self, alive: list[_Rank], now: float) -> list[_Rank]:
+    def _quiet_ranks(self, alive: list[Rank], now: float) -> list[Rank]:
         # No threshold is below the floor, so a healthy turn computes no median.
         silent = [rank for rank in alive if now - rank.pulse.last_at > self._limits.stall_floor_s]
         return [rank for rank in silent if now - rank.pulse.last_at > self._threshold(rank)]
 
-    def _follow_stall(self, alive: list[_Rank], now: float) -> None:
+    def _follow_stall(self, alive: list[Rank], now: float) -> None:
         quiet = self._quiet_ranks(alive, now)
+        if not quiet:
+            self._calm_line_due = 0.0
+        elif self._waited_for_work(quiet, alive, now):
+            quiet = []
         if self._stall is None:
             if quiet and self._suspicious(quiet, now):
                 since = min(rank.pulse.last_at for rank in quiet)
-                self._stall = _Stall(since, self._threshold(quiet[0]), now, line_due=since + self._limits.say_every_s)
+                self._stall = Stall(
+                    since, self._threshold(quiet[0]), now, line_due=since + self._limits.say_every_s, looked_at=now
+                )
                 self._gather.sample(self._pids())
                 self._gather.stacks(self._pids())
                 self._gather.flight(self._pids())
@@ -301,7 +280,9 @@ class Supervisor:
         stall = self._stall
         if not quiet:
             self._withdraw(stall, now)
-        elif stall.rounds == 1 and now - stall.gathered_at >= self._limits.second_round_after_s:
+            return
+        self._look(stall, now)
+        if stall.rounds == 1 and now - stall.gathered_at >= self._limits.second_round_after_s:
             self._confirm(stall, now)
         elif stall.rounds < _MOST_ROUNDS and now - stall.gathered_at >= self._limits.gather_again_s * stall.rounds:
             stall.rounds += 1
@@ -309,13 +290,56 @@ class Supervisor:
             self._gather.stacks(self._pids())
             self._gather.flight(self._pids())
             self._examine_now(now)
-        if now >= stall.line_due:
+        if now >= stall.line_due and self._calm_line() is None:
             stall.line_due = now + self._limits.say_every_s
             start = waiting.start_line(self._run_dir, self._pids(), now)
             for line in filter(None, (waiting.waiting_line(self._standings(), now), start)):
                 self.say(line)
 
-    def _suspicious(self, quiet: list[_Rank], now: float) -> bool:
+    def _waited_for_work(self, quiet: list[Rank], alive: list[Rank], now: float) -> bool:
+        """All that is quiet waits, and somebody who does not has just written a record of work: it evaluates, say."""
+        working = [
+            rank
+            for rank in alive
+            if rank.pulse.worked_at is not None and now - rank.pulse.worked_at <= self._threshold(rank)
+        ]
+        if not working:
+            return False
+        where = {standing.rank: standing for standing in self._standings()}
+        waits = {number for number, standing in where.items() if standing.waits}
+        if not all(rank.rank in waits for rank in quiet) or not any(rank.rank not in waits for rank in working):
+            return False
+        since = min(rank.pulse.last_at for rank in quiet)
+        doing = [where[rank.rank] for rank in working if rank.rank in where and rank.rank not in waits]
+        self._say_calmly(waiting.work_line(doing, len(waits)), now - since, now)
+        return True
+
+    def _say_calmly(self, line: str, waited_s: float, now: float) -> None:
+        """One line while ranks wait and nothing is wrong, and another one each half minute."""
+        if now < self._calm_line_due or (not self._calm_line_due and not self.announcements.is_news(line, waited_s)):
+            return
+        self._calm_line_due = now + self._limits.say_every_s
+        self.say(line)
+
+    def _look(self, stall: Stall, now: float) -> None:
+        """Bursts of stacks of those who do not wait: only several looks tell a rank that gets on from a loop."""
+        pause = max(_LOOK_AGAIN_S, _LOOK_AGAIN_SHARE * (now - stall.since))
+        in_burst = stall.looks % _LOOKS != 0 or stall.rounds == 1
+        if not in_burst and (now - stall.looked_at < pause or self._calm_line() is None):
+            return
+        stall.looks += 1
+        stall.looked_at = now
+        waits = {standing.rank for standing in self._standings() if standing.waits}
+        self._gather.stacks({rank: pid for rank, pid in self._pids().items() if rank not in waits}, look=True)
+
+    def _calm_line(self) -> str | None:
+        """What the ranks wait for, where the verdict on the stall is that nothing is wrong."""
+        told = [finding for finding in self.verdict.findings if finding.code.startswith("MC2")]
+        if not told or any(finding.severity != "info" for finding in told):
+            return None
+        return waiting.calm_line(told[0].title, len(told[0].victims))
+
+    def _suspicious(self, quiet: list[Rank], now: float) -> bool:
         """Before the first step long silence is normal (imports, compilation), unless peers already wait."""
         if any(rank.pulse.step_seconds() is not None for rank in self._ranks.values()):
             return True
@@ -323,7 +347,7 @@ class Supervisor:
             return True
         return any(standing.waits for standing in self._standings())
 
-    def _confirm(self, stall: _Stall, now: float) -> None:
+    def _confirm(self, stall: Stall, now: float) -> None:
         stall.rounds = 2
         stall.gathered_at = now
         stall.examined = True
@@ -332,7 +356,7 @@ class Supervisor:
         self.journal.write("stall", since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since)
         self._examine_now(time.monotonic())
 
-    def _withdraw(self, stall: _Stall, now: float) -> None:
+    def _withdraw(self, stall: Stall, now: float) -> None:
         self._stall = None
         self._in_io_since = None
         if not stall.examined or self._crashed:
@@ -418,7 +442,10 @@ class Supervisor:
         if changed or not self._run_dir.verdict.exists():
             self._write(verdict)
         if live and not self._crashed:  # after a crash the last word is a second away
-            self.announcements.tell(verdict, now - self._stall.since if self._stall is not None else 0.0)
+            waited_s = now - self._stall.since if self._stall is not None else 0.0
+            self.announcements.tell(verdict, waited_s)
+            if self._stall is not None and (line := self._calm_line()) is not None:
+                self._say_calmly(line, waited_s, now)
             self._say_what_ended(now)
 
     def _judged(self, live: bool) -> Verdict:
@@ -494,6 +521,6 @@ class Supervisor:
 
     def _raise_to_error(self) -> None:
         """The stall has outlived its patience: what was a warning is now why the job ends."""
-        if self.verdict.findings and self.verdict.findings[0].severity == "warning":
+        if self.verdict.findings and self.verdict.findings[0].severity != "error":
             self.verdict.findings[0].severity = "error"
             self._write(self.verdict)

@@ -19,6 +19,16 @@ WAITING_PHASES = frozenset({"collective", "p2p", "barrier", "init", "store", "ga
 NEVER_IDLE_PHASES = frozenset({"data", "save", "load", "hub", "tracker", "input"})
 _DEFAULT_GROUP = "default"
 
+_PASSES = frozenset({"forward", "backward", "optimizer"})
+_NEWEST_PASSES = 8  # records of them
+_DOES = {
+    "data": "loads data",
+    "save": "saves a checkpoint",
+    "load": "loads a checkpoint",
+    "compile": "compiles",
+    "model": "builds the model",
+    "eval": "evaluates",
+}
 _DOING = {
     "start": "starting",
     "import": "importing",
@@ -48,6 +58,7 @@ class Standing:
     since: float
     site: str = ""
     op: str = ""
+    forwards_only: bool = False  # its newest passes are forwards that no backward follows
 
     @property
     def waits(self) -> bool:
@@ -63,15 +74,21 @@ def standings(run_dir: RunDir, since_start: Mapping[int, float]) -> list[Standin
     ]
 
 
+def _forwards_only(reading: RingReading) -> bool:
+    passes = [crumb.phase for crumb in reading.crumbs if crumb.phase in _PASSES][-_NEWEST_PASSES:]
+    return len(passes) == _NEWEST_PASSES and set(passes) == {"forward"}
+
+
 def _stands(rank: int, reading: RingReading, started_at: float) -> Standing:
     open_spans = [crumb for crumb in reading.open_spans() if crumb.thread == reading.header.get("pid", crumb.thread)]
     if open_spans:
         inner = open_spans[-1]
         op = inner.op if inner.op != "none" else ""
-        return Standing(rank, inner.phase, inner.time_ns / 1e9, inner.site, op)
+        return Standing(rank, inner.phase, inner.time_ns / 1e9, inner.site, op, _forwards_only(reading))
     last = reading.crumbs[-1] if reading.crumbs else None
     since = last.time_ns / 1e9 if last else started_at
-    return Standing(rank, "none" if reading.header else "start", since, last.site if last else "")
+    phase = "none" if reading.header else "start"
+    return Standing(rank, phase, since, last.site if last else "", forwards_only=_forwards_only(reading))
 
 
 def _in_flight(rank: int, readings: Mapping[int, RingReading]) -> Standing | None:
@@ -117,6 +134,18 @@ def waiting_line(where: Sequence[Standing], now: float) -> str | None:
     seconds = now - max(s.since for s in waiting)
     who = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {_list(ranks)} in {place}" for place, ranks in places.items())
     return f"every rank has been waiting for another for {seconds:.0f} s: {who}"
+
+
+def work_line(working: Sequence[Standing], waiting: int) -> str:
+    """Some ranks work and the others wait for them, as they should: "rank 0 evaluates; 3 ranks wait for it"."""
+    first = min(working, key=lambda standing: standing.rank)
+    does = "evaluates" if first.forwards_only else _DOES.get(first.phase, "is at work")
+    others = f" (and {len(working) - 1} more)" if len(working) > 1 else ""
+    return calm_line(f"rank {first.rank}{others} {does}", waiting)
+
+
+def calm_line(doing: str, waiting: int) -> str:
+    return f"{doing}; {waiting} rank{'s wait' if waiting > 1 else ' waits'} for it" if waiting else doing
 
 
 def start_line(run_dir: RunDir, ranks: Collection[int], now: float) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,36 @@ class Stage:
         file, _, line = finding.location.rpartition(":")
         assert file == str(self.script)
         return int(line)
+
+
+def held_up(
+    stage: Stage, world: int = 2, *, guilty: int = 1, phase: str | None = None, line: int = 30
+) -> tuple[list[Actor], Actor]:
+    """Everybody but one rank waits in the step's all_reduce; that one is in `phase`, or in code of its own."""
+    actors = stage.ranks(world)
+    stage.train(6)
+    for actor in actors:
+        if actor.rank != guilty:
+            actor.collective("all_reduce", 40, open=True)
+    if phase is not None:
+        actors[guilty].begin(phase, line)
+    stage.stall()
+    return actors, actors[guilty]
+
+
+def look(
+    actor: Actor,
+    *frames: tuple[str, int, str],
+    rounds: int = 2,
+    gil: bool = False,
+    state: str = "S",
+    cpu: float = 0.0,
+    others: Sequence[dict[str, Any]] = (),
+    **sample: Any,
+) -> None:
+    """Two rounds of stacks and two samples a second apart, after the stall began."""
+    base = actor.stage.latest + 5.0
+    for number in range(1, rounds + 1):
+        t = base + number
+        actor.stack(t, number, actor.thread(*frames, gil=gil, active=cpu > 0), *others)
+        actor.sample(t, state=state, cpu_s=10.0 + cpu * number, **sample)

@@ -49,6 +49,31 @@ def test_a_loader_on_one_rank_only_is_a_straggler(stage):
     assert (finding.code, finding.ranks, finding.phase) == ("MC701", [1], "data")
 
 
+def loads_with_workers(stage, cpu_of_slowest):
+    """Rank 1's batch always comes last; its loader worker computes so much a second, rank 0's half a second."""
+    a, b = stage.ranks(2)
+    for actor in (a, b):
+        actor.event("loader_worker", worker_pid=5000 + actor.rank, worker_id=0)
+    for _ in range(15):
+        b.step(data_s=0.05)
+        a.step(wait_s=0.05)
+    for second in range(4):
+        for actor, cpu in ((a, 0.5), (b, cpu_of_slowest)):
+            child = {"pid": 5000 + actor.rank, "state": "S", "comm": "python", "cpu_s": cpu * second}
+            actor.sample(actor.t - 4.0 + second, children=[child])
+
+
+def test_equal_loaders_make_no_straggler(stage):
+    loads_with_workers(stage, 0.5)
+    assert stage.findings(after=0.1) == []
+
+
+def test_a_loader_that_computes_more_than_the_others_makes_one(stage):
+    loads_with_workers(stage, 0.9)
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks, finding.phase) == ("MC701", [1], "data")
+
+
 def oversubscribe(stage, threads, cpu_per_second):
     write_json_atomic(stage.run_dir.environment, {"cpu_count": 2})
     for actor in stage.ranks(4):
@@ -145,6 +170,12 @@ def test_memory_that_stays_is_no_leak(stage):
 
 
 MIB = 1 << 20
+
+
+def test_memory_that_grows_between_two_steps_is_no_leak(stage):
+    """A compilation, an evaluation: what they take does not grow with the steps."""
+    grow(stage, per_second=16 << 20, seconds=40, step_every=100)
+    assert stage.findings(after=0.1) == []
 
 
 def test_a_leak_is_told_after_twenty_seconds(stage):

@@ -34,6 +34,7 @@ END_LIMIT_S = 20.0  # from an error finding, or our SIGTERM, to the launcher's e
 PLAIN_END_S = 60.0  # from the first result of a plain run to its end
 POLL_S = 0.02
 # A rate may be low on a busy machine, and is told; what these say of the numbers is true or false anywhere.
+SHOWN = re.compile(r"(error|warning|info)\[(MC\d+)\]: (.*)")
 EARLY_WARNINGS = frozenset({"MC413", "MC414", "MC415", "MC416", "MC705"})
 
 
@@ -346,6 +347,10 @@ def control_problems(control: Control, seen: Observation, plain: list[str]) -> l
     for what, found in (("error findings", wrong), ("stalls not withdrawn", standing), ("early warnings", trends)):
         if found:
             problems.append(f"{what}: {[(f.get('code'), f.get('ranks'), f.get('title')) for f in found]}")
+    # A warning that is taken back later was still a false alarm to whoever read it.
+    shown = {code: title for _, code, title in SHOWN.findall(seen.output)}
+    if told := {code: shown[code] for code in shown.keys() - control.may_tell - control.error_codes}:
+        problems.append(f"shown while it ran: {told}")
     outcome = "failed" if control.exit_code else "completed"
     if seen.verdict.get("outcome") != outcome:
         problems.append(f"outcome {seen.verdict.get('outcome')}, expected {outcome}")

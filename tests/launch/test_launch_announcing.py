@@ -118,3 +118,11 @@ def test_a_stall_that_is_over_takes_no_trend_back() -> None:
     told.tell(_STUCK)
     assert told.announcements.withdraw(10.0) and told.announcements.told(_GROWS)
     assert not told.announcements.told(_STUCK)
+
+
+def test_a_calm_line_is_said_again_only_for_a_wait_that_lasts_twice_as_long() -> None:
+    announcements = Announcements(lambda verdict: None)
+    assert announcements.is_news("rank 0 has been saving for 6 s", 6.0)
+    assert not announcements.is_news("rank 0 has been saving for 7 s", 7.0)
+    assert announcements.is_news("rank 1 has been saving for 6 s", 6.0)
+    assert announcements.is_news("rank 0 has been saving for 12 s", 12.0)

@@ -23,6 +23,9 @@ def _thread(*files: str) -> ThreadStack:
     ("file", "user"),
     [
         ("/home/me/train.py", True),
+        ("/tmp/torchinductor_me/qz/cqzhz.py", False),
+        ("/scratch/qz/cqzhzbz5rhhjxz2f3x4m5n6o7p2q3r4s5t6u7v2w3x4y5z6a7b2c.py", False),
+        ("<string>", False),
         ("/home/me/bin/train.py", True),
         ("/home/me/bin/train", True),
         ("/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", False),

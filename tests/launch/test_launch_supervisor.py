@@ -167,6 +167,44 @@ def test_progress_withdraws_the_warning(make_job: Any) -> None:
     assert written is not None and written.findings == []
 
 
+CALM = Finding("MC220", "rank 1 has been compiling for 6 s", severity="info", ranks=[1], victims=[0])
+
+
+def _wait_while_rank_1(job: Job, phase: str, seconds: float) -> None:
+    """Rank 0 waits, and rank 1 completes one span of this phase after the other."""
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    job.ranks[0].tell("begin collective")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        job.ranks[1].tell(f"begin {phase}", "end")
+        job.supervisor.poll()
+
+
+def test_waiting_for_a_rank_that_works_is_no_stall_and_one_calm_line(make_job: Any) -> None:
+    job = make_job(WARNING)
+    _wait_while_rank_1(job, "forward", 2.0)
+    assert "stall" not in job.kinds() and job.shown == []
+    assert job.said == ["rank 1 evaluates; 1 rank waits for it"]
+    job.poll_until(lambda: job.shown)  # it works no more
+
+
+def test_asking_again_and_again_is_no_work(make_job: Any) -> None:
+    job = make_job(WARNING)
+    _wait_while_rank_1(job, "store", 2.0)
+    assert "stall" in job.kinds()
+
+
+def test_a_rank_that_is_alive_is_told_in_one_line_and_looked_at_again(make_job: Any) -> None:
+    job = make_job(CALM)
+    _hang(job)
+    job.poll_until(lambda: job.said)
+    assert job.poll_for(1.0) == []
+    assert job.shown == [] and job.said == ["rank 1 has been compiling for 6 s; 1 rank waits for it"]
+    looks = {path.name.partition(".")[0] for path in job.run_dir.stacks_dir.glob("*.look-*.json")}
+    assert looks == {"rank-00001"}, "only those who do not wait are looked at in between"
+
+
 def test_a_warning_never_ends_the_job_and_a_proof_does(make_job: Any) -> None:
     warned = make_job(WARNING)
     _hang(warned)

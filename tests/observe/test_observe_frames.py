@@ -16,6 +16,7 @@ _DOOR = "/opt/venv/bin/model-check"
 _CLI, _LOOP = str(_PACKAGE / "cli" / "rank.py"), str(_PACKAGE / "engine" / "loop.py")
 _WATCHER = str(_PACKAGE / "observe" / "instrument" / "spans.py")
 _USER = "/home/me/train.py"
+_KERNEL = "/scratch/cache/qz/cqzhzbz5rhhjxz2f3x4m5n6o7p2q3r4s5t6u7v2w3x4y5z6a7b2c.py"  # as Inductor names its files
 
 
 def frame_through(files: tuple[str, ...]) -> FrameType:
@@ -40,6 +41,7 @@ def frame_through(files: tuple[str, ...]) -> FrameType:
         ((_DOOR, _CLI, _LOOP, _WATCHER), _LOOP),
         (("/home/me/pretrain_main.py", _CLI, _LOOP), _LOOP),
         ((_DOOR, _CLI, _USER, _WATCHER), _USER),
+        ((_USER, _KERNEL, "<eval_with_key>.3"), _USER),
     ],
 )
 def test_the_line_that_is_named(files: tuple[str, ...], named: str) -> None:

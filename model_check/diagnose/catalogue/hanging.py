@@ -133,7 +133,8 @@ HANGING: dict[str, Entry] = {
         "livelock or busy loop",
         "A rank runs in a loop that never touches training again.",
         "A condition that never becomes true: polling for a file, a flag, another process.",
-        "Two looks at the stacks show the same function in a loop without any recorded call, and CPU time is used.",
+        "Several looks at the stacks show the same few lines in a loop without any recorded call, and CPU time is "
+        "used. Lines that change, and a `for` loop over something that has an end, are work.",
         ("give the loop a deadline and an error", "look at the condition of the named loop: who should make it true?"),
         "while not os.path.exists(done): time.sleep(0.01)",
     ),
@@ -211,9 +212,11 @@ HANGING: dict[str, Entry] = {
         "slow, but alive",
         "The job waits for one rank that is doing something legitimate and long.",
         "Saving, evaluating, compiling, loading on one rank while the others wait at a barrier.",
-        "The open span of the rank that everybody waits for.",
+        "The open span of the rank that everybody waits for, a stack inside a compiler, or a sign of life in several "
+        "looks: its lines change, it goes through a loop that has an end, it moves bytes. It is told as one line; a "
+        "warning only where a rank shows no sign of life for a minute, or all ranks are inside one call.",
         (
-            "nothing, if it ends; the warning is withdrawn when progress resumes",
+            "nothing, if it ends",
             "save asynchronously or on all ranks; evaluate on all ranks",
             "raise the timeout of the process group if this takes longer than it",
         ),

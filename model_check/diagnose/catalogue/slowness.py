@@ -9,7 +9,9 @@ SLOWNESS: dict[str, Entry] = {
         "straggler",
         "One rank needs longer for its own work than its peers, and all of them wait for it in every step.",
         "A slower device, longer samples, another process on its cores, work that only this rank does.",
-        "Own time per step (the step without waiting for others) is 1.5 times that of the peers over at least 5 steps.",
+        "Own time per step (the step without waiting for others) is 1.5 times that of the peers over at least 5 steps. "
+        "A wait for loader workers counts only where they compute more than the peers' workers: of equal loaders, one "
+        "always comes last.",
         (
             "look at the named phase and line",
             "compare clocks and temperature of the devices: nvidia-smi -q -d PERFORMANCE",

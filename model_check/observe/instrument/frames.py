@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from model_check.rundir.generated import is_generated
+
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _COMMAND_LINE = f"{_PACKAGE}cli{os.sep}"
 _WATCHERS = (f"{_PACKAGE}observe{os.sep}", f"{_PACKAGE}launch{os.sep}")
@@ -52,7 +54,7 @@ class UserCode:
     def _classify(self, file: str) -> str | None:
         if file.startswith(_PACKAGE) and not file.startswith(_WATCHERS):
             self._ours.add(file)
-        if file.startswith(("<", _PACKAGE, *self._libraries)) or any(part in file for part in _INSTALLED):
+        if is_generated(file) or file.startswith((_PACKAGE, *self._libraries)) or any(p in file for p in _INSTALLED):
             return None
         torch = getattr(sys.modules.get("torch"), "__file__", None)
         if torch and file.startswith(str(Path(torch).parent) + os.sep):

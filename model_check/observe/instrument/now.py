@@ -15,6 +15,7 @@ from model_check.observe.recorder import Recorder
 
 # A loop that calls a tiny network thousands of times a step would feel the records, and fill the ring with them.
 FORWARDS_PER_STEP = 64
+BEYOND_THEM_EVERY_S = 0.5  # an evaluation of a thousand forwards is still seen to get on
 
 
 class Now:
@@ -25,6 +26,7 @@ class Now:
         "data",
         "forward",
         "forwards_left",
+        "next_forward_at",
         "optimizer",
         "optimizer_calls_another",
         "steps",
@@ -37,6 +39,7 @@ class Now:
         self.wrapper: Any = None  # the module that is called, while a framework runs a method of its own in there
         self.backward = backward
         self.forwards_left = FORWARDS_PER_STEP
+        self.next_forward_at = 0.0  # seconds of the monotonic clock: beyond those, no record before this
         self.optimizer: tuple[Recorder, int] | None = None
         self.optimizer_calls_another = False  # its step has called that of its base class, or of another optimizer
         self.steps: Any = None  # who watches the numbers of its steps, once somebody does

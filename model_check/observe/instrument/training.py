@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from model_check.errors import NumericsError
 from model_check.observe.instrument import memory, now
 from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
-from model_check.observe.instrument.now import FORWARDS_PER_STEP, HERE, Now, open_here, step_around
+from model_check.observe.instrument.now import BEYOND_THEM_EVERY_S, FORWARDS_PER_STEP, HERE, Now, open_here, step_around
 from model_check.observe.instrument.spans import Original, spanned
 
 _FORWARD = SpanKind("forward")
@@ -130,8 +131,10 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
     if this.backward or "_is_replica" in module.__dict__ or (this.wrapper is not None and _is_only_a_way_in(module)):
         return original(module, *args, **kwargs)
     this.forwards_left -= 1
-    if recorder is None or this.forwards_left < 0:
+    if recorder is None:
         return original(module, *args, **kwargs)
+    if this.forwards_left < 0:
+        return _one_of_many(original, module, args, kwargs)
     try:
         NOTES.moved_on()
         span = BOX.begin(recorder, _FORWARD, type(module).__name__)
@@ -158,6 +161,19 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
     elif steps is not None:
         steps.wrapper_ended(module, args, kwargs)
     BOX.end(recorder, _FORWARD, span)
+    return result
+
+
+def _one_of_many(original: Original, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Beyond the forwards that a step may record: a mark now and then, after one of them has returned."""
+    result = original(module, *args, **kwargs)
+    now_s = time.monotonic()
+    if now_s >= HERE.now.next_forward_at and (recorder := BOX.recorder) is not None:
+        HERE.now.next_forward_at = now_s + BEYOND_THEM_EVERY_S
+        try:
+            BOX.end(recorder, _FORWARD, BOX.begin(recorder, _FORWARD, type(module).__name__))
+        except Exception as error:
+            BOX.give_up(error)
     return result
 
 

@@ -1,0 +1,108 @@
+"""Signs of life of a rank that writes no records: its lines change, or its bytes move. A loop over the same few lines
+that may go on for ever is none, however much it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from model_check.diagnose.evidence import ProcSample
+from model_check.diagnose.frames import Frame, ThreadStack, fetching_at, whole
+from model_check.diagnose.source import Loop, enclosing_loop
+from model_check.diagnose.standing import BUSY_SHARE, POLLS_PER_S, Standing
+
+_FEW_LINES = 3  # places that a loop which only waits for something is seen at
+_MOVED_BYTES = 1 << 20
+_COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
+
+LoopOf = Callable[[Frame], Loop | None]  # the loop around a frame's line, unless it holds a recorded call
+
+
+def sign_of_life(s: Standing) -> str:
+    """What shows that the rank gets on; empty where nothing does."""
+    if s.stopped:
+        return ""
+    recent = s.recent_samples
+    moved = recent[-1].io_bytes - recent[0].io_bytes if len(recent) > 1 else 0
+    if moved > _MOVED_BYTES:
+        return f"rank {s.rank.rank} moves bytes: {moved / (1 << 20):.0f} MiB in {recent[-1].t - recent[0].t:.0f} s"
+    looks = [dump.main for dump in s.looks if dump.main is not None]
+    if _gets_on(looks, s.busy, s.wakes, s.loop_without_records):
+        return f"rank {s.rank.rank} gets on: {_places(looks)}"
+    if s.waits_for_workers:
+        return _workers_get_on(s)
+    return ""
+
+
+def _workers_get_on(s: Standing) -> str:
+    """Every loader worker that has a batch to fetch gets on with it, or they are still starting."""
+    said = []
+    for pid, looks in s.worker_looks().items():
+        children = list(_of_child(s.recent_samples, pid))
+        cpu, wakes, moved = _rates(children)
+        working = [thread for thread in looks if fetching_at(thread.frames)]
+        if not working:
+            continue
+        if moved > _MOVED_BYTES or _gets_on(working, cpu >= BUSY_SHARE, wakes >= POLLS_PER_S, s.loop_without_records):
+            said.append(f"its loader worker {pid} gets on: {_places(working)}")
+        else:
+            return ""
+    return "; ".join(said)
+
+
+def _of_child(samples: Sequence[ProcSample], pid: int) -> Iterator[tuple[float, Mapping[str, Any]]]:
+    for sample in samples:
+        yield from ((sample.t, child) for child in sample.children if child.get("pid") == pid)
+
+
+def _rates(seen: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[float, float, int]:
+    """CPU seconds and wake-ups a second, and bytes moved."""
+    if len(seen) < 2 or seen[-1][0] - seen[0][0] < 0.3:
+        return 0.0, 0.0, 0
+    (begun, first), (ended, last) = seen[0], seen[-1]
+    cpu = (float(last.get("cpu_s") or 0) - float(first.get("cpu_s") or 0)) / (ended - begun)
+    woken = (whole(last.get("switches")) - whole(first.get("switches"))) / (ended - begun)
+    return cpu, woken, whole(last.get("io_bytes")) - whole(first.get("io_bytes"))
+
+
+def _gets_on(looks: Sequence[ThreadStack], busy: bool, wakes: bool, loop_of: LoopOf) -> bool:
+    if len(looks) < 2 or not (busy or wakes):
+        return False
+    if any(_will_end(thread, loop_of) for thread in looks):
+        return True
+    seen = {tuple((frame.file, frame.function, frame.line) for frame in thread.frames) for thread in looks}
+    loop = _loop_around(looks, loop_of)
+    if loop is None:
+        return len(seen) >= _FEW_LINES
+    return busy and len(seen) > _FEW_LINES
+
+
+def _will_end(thread: ThreadStack, loop_of: LoopOf) -> bool:
+    """The innermost loop that it is in, of its function or of one that called it, goes through what has an end."""
+    for frame in thread.frames:
+        if not frame.is_program:
+            continue
+        if frame.function.rpartition(".")[2] in _COMPREHENSIONS:
+            return True
+        if enclosing_loop(frame) is not None:
+            loop = loop_of(frame)
+            return loop is not None and loop.ends
+    return False
+
+
+def _loop_around(looks: Sequence[ThreadStack], loop_of: LoopOf) -> Loop | None:
+    """The loop of the user's that holds all that was seen: in the innermost function that all looks share."""
+    shared: Frame | None = None
+    for level in zip(*(reversed(thread.frames) for thread in looks), strict=False):
+        if len({(frame.file, frame.function) for frame in level}) > 1:
+            break
+        shared = level[0] if level[0].is_user_code else shared
+        if len({frame.line for frame in level}) > 1:
+            break
+    return loop_of(shared) if shared is not None else None
+
+
+def _places(looks: Sequence[ThreadStack]) -> str:
+    sites = dict.fromkeys(frame.site for thread in looks if (frame := thread.user_frame) is not None)
+    return f"seen at {', '.join(list(sites)[-_FEW_LINES:])}" if sites else "its stack changes"

@@ -1,0 +1,144 @@
+"""Ranks that write no records and get on all the same: each sign of life with a near miss."""
+
+from __future__ import annotations
+
+import pytest
+from staging import held_up, look
+
+LOADER = "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py"
+THREADING = "/usr/lib/python3.11/threading.py"
+COMPILER = "/venv/lib/python3.11/site-packages/torch/_inductor/async_compile.py"
+GENERATED = "/tmp/torchinductor_root/qz/cqzhzbz5rhhjxz2f3x4m5n6o7p2q3r4s5t6u7v2w3x4y5z6a7b2c.py"
+
+
+def test_a_rank_that_waits_for_its_compiler_compiles(stage):
+    """Inductor runs the file it has generated, which waits for the processes that compile its kernels."""
+    _, guilty = held_up(stage)
+    wait = (
+        (THREADING, 327, "Condition.wait"),
+        ("/usr/lib/python3.11/concurrent/futures/_base.py", 451, "Future.result"),
+    )
+    look(guilty, *wait, (COMPILER, 613, "wait"), (GENERATED, 90, "<module>"), ("", 26, "evaluate"))
+    finding = stage.first()
+    assert (finding.code, finding.severity, finding.ranks) == ("MC220", "info", [1]) and stage.line(finding) == 26
+    assert finding.title.startswith("rank 1 has been compiling for ")
+    assert not any("checkpoint" in line or "save" in line for line in finding.fix)
+
+
+def test_code_that_was_compiled_is_not_compiling(stage):
+    """A stack inside a compiled model holds frames of the compiler's package while it runs."""
+    _, guilty = held_up(stage)
+    ran = "/venv/lib/python3.11/site-packages/torch/_dynamo/eval_frame.py"
+    look(guilty, ("", 9, "lookup"), (GENERATED, 90, "call"), (ran, 700, "_fn"), ("", 26, "evaluate"))
+    finding = stage.first()
+    assert (finding.code, finding.severity) == ("MC219", "warning") and stage.line(finding) == 9
+
+
+def looks(actor, *stacks, state="R", cpu=1.0, **sample):
+    """A burst of looks, each at its own stack, and samples around it."""
+    base = actor.stage.latest + 5.0
+    for number, frames in enumerate(stacks):
+        actor.stack(base + 0.15 * number, number + 1, actor.thread(*frames, active=cpu > 0))
+        actor.sample(base + 0.15 * number, state=state, cpu_s=10.0 + cpu * 0.15 * number, **sample)
+
+
+SCORING = "def score(texts):\n    while texts:\n        text = texts.pop()\n        n = count(text)\n        clip(n)\n"
+
+
+def test_lines_that_change_are_life(stage):
+    stage.source(SCORING + "\n" * 30)
+    _, guilty = held_up(stage, line=33)
+    at = [("", 4, "score"), ("", 33, "train")]
+    looks(
+        guilty, [("", 9, "count"), *at], [("", 11, "count"), *at], [("", 5, "score"), at[1]], [("", 12, "count"), *at]
+    )
+    finding = stage.first()
+    assert (finding.code, finding.severity, finding.ranks) == ("MC220", "info", [1])
+    assert any("rank 1 gets on: seen at " in line for line in finding.evidence)
+
+
+def test_the_same_few_lines_again_and_again_are_none(stage):
+    stage.source("def wait(self):\n    while not self.ready():\n        pass\n" + "\n" * 30)
+    _, guilty = held_up(stage, line=33)
+    at = ("", 33, "train")
+    looks(
+        guilty,
+        [("", 2, "wait"), at],
+        [("", 9, "ready"), ("", 2, "wait"), at],
+        [("", 3, "wait"), at],
+        [("", 2, "wait"), at],
+    )
+    assert stage.first().severity == "warning"
+
+
+def test_one_long_line_in_a_loop_that_has_an_end_is_life(stage):
+    """Weights that are drawn one after the other, in a function of their own."""
+    stage.source("def draw(weights):\n    for weight in weights:\n        fill(weight)\n" + "\n" * 30)
+    _, guilty = held_up(stage, line=33)
+    look(guilty, ("", 8, "fill"), ("", 3, "draw"), ("", 33, "train"), state="R", cpu=1.0)
+    assert (stage.first().code, stage.first().severity) == ("MC220", "info")
+
+
+def test_our_own_trainer_draws_its_weights(stage):
+    _, guilty = held_up(stage, phase="model")
+    ours = "/venv/lib/python3.11/site-packages/model_check/models/initialize.py"
+    door = "/venv/lib/python3.11/site-packages/model_check/cli/train.py"
+    look(guilty, (ours, 75, "_normal"), (ours, 69, "initialize"), (door, 80, "train"), state="R", cpu=1.0)
+    finding = stage.first()
+    assert (finding.code, finding.severity) == ("MC220", "info") and "building the model" in finding.title
+
+
+@pytest.mark.parametrize(("leave", "code"), [("pass", "MC220"), ("break", "MC212")])
+def test_a_loop_that_may_leave_early_may_only_wait(stage, leave, code):
+    stage.source(
+        f"def fetch():\n    for n in range(100):\n        time.sleep(0.1)\n        if n: {leave}\n" + "\n" * 30
+    )
+    _, guilty = held_up(stage, line=33)
+    look(guilty, ("", 3, "fetch"), ("", 33, "train"), cpu=0.02)
+    assert stage.first().code == code
+
+
+def test_moved_bytes_are_life(stage):
+    _, guilty = held_up(stage)
+    base = stage.latest + 5.0
+    for number in (1, 2):
+        guilty.stack(base + number, number, guilty.thread(("", 12, "copy"), ("", 30, "train")))
+        guilty.sample(base + number, state="S", io_bytes=number * (8 << 20))
+    finding = stage.first()
+    assert (finding.code, finding.severity) == ("MC220", "info") and any("moves bytes" in e for e in finding.evidence)
+
+
+def test_a_loader_worker_that_builds_its_index_gets_on(stage):
+    stage.source("def build(self):\n    for line in self.lines:\n        self.index(line)\n")
+    _, guilty = held_up(stage, phase="data", line=20)
+    loop = (LOADER.replace("dataloader", "_utils/worker"), 300, "_worker_loop")
+    base = stage.latest + 5.0
+    for number in (1, 2):
+        guilty.stack(base + number, number, guilty.thread((LOADER, 1200, "_try_get_data"), ("", 20, "train")))
+        worker = guilty.thread(("", 3, "build"), loop, ("", 20, "train"))
+        worker["native_id"] = 5001
+        guilty.stack(base + number, number, worker, process="loader_worker", pid=5001)
+        child = {"pid": 5001, "state": "R", "comm": "python", "cpu_s": 1.0 * number}
+        guilty.sample(base + number, children=[child])
+    finding = stage.first()
+    assert (finding.code, finding.severity, finding.ranks) == ("MC220", "info", [1])
+    assert finding.title.startswith("rank 1 has been loading data for ")
+
+
+def test_workers_of_an_earlier_loader_are_not_missed(stage):
+    _, guilty = held_up(stage, phase="data", line=20)
+    guilty.event("loader_worker", worker_pid=5001, worker_id=0)
+    guilty.sample(stage.latest, children=[{"pid": 5001, "state": "S", "comm": "python"}])
+    fetch = LOADER.replace("dataloader", "_utils/fetch")
+    look(guilty, ("", 9, "__getitem__"), (fetch, 50, "fetch"), (LOADER, 700, "__next__"), ("", 20, "train"))
+    assert stage.first().code == "MC204"
+
+
+def test_a_rank_that_works_on_after_its_peers_have_finished(stage):
+    a, b = stage.ranks(2)
+    stage.train(6)
+    a.exits(0)
+    stage.stall()
+    look(b, ("", 33, "upload"))
+    finding = stage.first(after=8.0)
+    assert (finding.code, finding.severity, finding.ranks) == ("MC220", "info", [1])

@@ -1,0 +1,42 @@
+"""Equal ranks, each with a loader of its own that is a little slower than a step: one of them always comes first."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+
+PAUSE = float(os.environ.get("CONTROL_PAUSE", "0.06"))
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 8 * 250
+
+    def __getitem__(self, index):
+        if index % 8 == 0:
+            time.sleep(PAUSE)
+        return torch.full((8,), float(index % 7))
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(8, 8))
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if dist.get_rank() == 1:
+        time.sleep(PAUSE / 2)
+    for batch in DataLoader(Samples(), batch_size=8, num_workers=1):
+        time.sleep(PAUSE * 0.2)  # the step itself
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    print("RESULT", dist.get_rank(), repr(loss.item()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
