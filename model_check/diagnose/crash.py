@@ -225,7 +225,7 @@ def _exception_finding(
             code, about = "MC502", "{who} found its device memory in pieces too small to use"
     if code == "MC307":
         extra += [
-            f"observed: launch.memory_limit_gb={limit.get('gb')} is the address space of each rank"
+            f"observed: {_limit_setting(evidence)}={limit.get('gb')} is the address space of each rank"
             for limit in evidence.said("address_space_limit")[-1:]
         ]
     if said is not exception:
@@ -309,6 +309,10 @@ def _signal_finding(evidence: Evidence, root: Failure, victims: list[int], facts
     )
 
 
+def _limit_setting(evidence: Evidence) -> str:
+    return "launch.memory_limit_gb" if evidence.ours else "--memory-limit-gb"
+
+
 def _explain_signal(
     evidence: Evidence, rank: RankEvidence, number: int, name: str
 ) -> tuple[str, str, list[str], Frame | None]:
@@ -318,7 +322,7 @@ def _explain_signal(
         kills = [r for r in evidence.said("oom") if r.get("pid") in (None, 0, pid)]
         by_limit = next((k for k in kills if k.get("source") in ("cgroup", "limit")), None)
         if by_limit is not None:
-            whose = "its cgroup's memory limit" if by_limit.get("source") == "cgroup" else "launch.memory_limit_gb"
+            whose = "its cgroup's memory limit" if by_limit.get("source") == "cgroup" else _limit_setting(evidence)
             title = f"rank {rank.rank} was killed by {whose}"
             return "MC305", title, [f"observed: {by_limit.get('detail')}", *memory], rank.last_site()
         if kills:

@@ -16,6 +16,7 @@ from typing import Any
 from model_check.diagnose.collectives import Matcher
 from model_check.diagnose.crash import crash_findings, find_failures
 from model_check.diagnose.evidence import Evidence
+from model_check.diagnose.findings import for_its_reader
 from model_check.diagnose.hang import hang_findings
 from model_check.diagnose.issues import group_tables
 from model_check.diagnose.memory import retry_findings
@@ -85,7 +86,8 @@ class Examiner:
 def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
     """All rules over one reading of the evidence."""
     rules = _Rules()
-    findings = find_all(evidence, matcher or Matcher(), rules)
+    found = find_all(evidence, matcher or Matcher(), rules)
+    findings = [for_its_reader(finding, ours=evidence.ours) for finding in found]
     outcome, exit_code = _outcome(evidence, findings)
     return Verdict(
         outcome=outcome,

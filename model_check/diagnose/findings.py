@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
@@ -56,6 +57,14 @@ def make_finding(
         fix=list(fix) or list(CATALOGUE[code].fix),
         seconds_to_detect=round(now - began, 2) if now is not None and began is not None and now >= began else None,
     )
+
+
+def for_its_reader(finding: Finding, *, ours: bool) -> Finding:
+    """With the catalogue's advice for users of our own trainer in place of that for any script, where it is one."""
+    entry = CATALOGUE[finding.code]
+    if not ours or not entry.ours or not set(entry.fix) & set(finding.fix):
+        return finding
+    return replace(finding, fix=[*(line for line in finding.fix if line not in entry.fix), *entry.ours])
 
 
 def waiting_text(waits: Mapping[int, Wait], ranks: Iterable[int]) -> list[str]:

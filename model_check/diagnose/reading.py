@@ -275,6 +275,7 @@ class Reader:
             damage=tuple(damage),
             metrics=self._cached(self.run_dir.metrics, read_metrics),
             vocabulary=self._cached(self.run_dir.config, lambda path: vocabulary_of(read_json(path))),
+            ours=self.run_dir.config.exists(),
             plan=self._cached(self.run_dir.plan, _read_object),
         )
 

@@ -85,11 +85,13 @@ def _drift_finding(evidence: Evidence, check: _Sums, differing: Sequence[str], b
     elif check.step == 0:
         lines.append("inferred: the ranks began with different weights: changed after DDP had made them alike")
     if not odd:
-        lines.append("inferred: no majority agrees: the ranks differ, and none of them can be called wrong")
+        few = "two ranks have no majority" if len(guilty) == 2 else "no majority agrees"
+        lines.append(f"inferred: {few}: nothing says which of them is right")
     who = f"{ranks_text(guilty)} hold" if len(guilty) > 1 else f"{ranks_text(guilty)} holds"
+    nobody = f"{'neither' if len(guilty) == 2 else 'none of them'} can be called wrong"
     return make_finding(
         "MC410",
-        f"{who} another value of {name} than its peers" if odd else f"{who} different values of {name}",
+        f"{who} another value of {name} than its peers" if odd else f"{who} different values of {name}: {nobody}",
         ranks=guilty,
         victims=[member for member in check.group if member not in guilty],
         evidence=lines,

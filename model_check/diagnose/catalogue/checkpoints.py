@@ -11,11 +11,16 @@ CHECKPOINTS: dict[str, Entry] = {
         "A flipped bit on the disk or on the way to it, a copy that was cut short, a file edited by hand.",
         "Every tensor has a checksum in the manifest, and so has the manifest; all bytes are read before training.",
         (
+            "load an older checkpoint, or copy this one again from where it is whole",
+            "write to a temporary name and rename it when it is whole: os.replace(tmp, path)",
+            "look at the disk's own error counters",
+        ),
+        "rank_00001.bin is not what was saved: model.layers.3.attention.wq.weight has another checksum",
+        ours=(
             "--resume auto goes on from the newest checkpoint that verifies",
             "model-check checkpoint verify .checkpoints reads all of them",
             "copy the folder again from where it is whole; look at the disk's own error counters",
         ),
-        "rank_00001.bin is not what was saved: model.layers.3.attention.wq.weight has another checksum",
     ),
     "MC602": Entry(
         "missing shard",
@@ -24,9 +29,13 @@ CHECKPOINTS: dict[str, Entry] = {
         "The manifest lists every file with its size.",
         (
             "copy the whole folder, with manifest.json and every rank_*.bin",
-            "with several hosts, put checkpoint.dir on a file system that all of them see",
+            "with several hosts, write checkpoints to a file system that all of them see",
         ),
         "step_00000999/rank_00003.bin is missing",
+        ours=(
+            "copy the whole folder, with manifest.json and every rank_*.bin",
+            "with several hosts, put checkpoint.dir on a file system that all of them see",
+        ),
     ),
     "MC603": Entry(
         "partial checkpoint",
@@ -44,11 +53,15 @@ CHECKPOINTS: dict[str, Entry] = {
         "Needed and free bytes are compared before a save, and a write that finds no room is reported. torch.save says "
         "only that it is at an unexpected position.",
         (
+            "free space (df -h, quota -s and ulimit -f show what is left), or write to another disk",
+            "keep fewer checkpoints, or save them less often",
+        ),
+        "the checkpoint of step 1999 needs 96,361,299,968 bytes, 12,884,901,888 are free",
+        ours=(
             "free space (df -h, quota -s and ulimit -f show what is left), or write to another disk: checkpoint.dir",
             "lower checkpoint.keep, raise checkpoint.keep_every",
             "checkpoint.on_full says whether the run goes on (continue) or ends (stop)",
         ),
-        "the checkpoint of step 1999 needs 96,361,299,968 bytes, 12,884,901,888 are free",
     ),
     "MC605": Entry(
         "wrapper's prefix in the names",
@@ -65,9 +78,13 @@ CHECKPOINTS: dict[str, Entry] = {
         "The manifest records the number of ranks.",
         (
             "nothing: weights, optimizer and data order go on exactly; random generators are seeded anew",
-            "set training.global_batch to keep the same samples in every step",
+            "keep the global batch, so that every step has the same samples",
         ),
         "saved on 4 ranks, continued on 2",
+        ours=(
+            "nothing: weights, optimizer and data order go on exactly; random generators are seeded anew",
+            "set training.global_batch to keep the same samples in every step",
+        ),
     ),
     "MC607": Entry(
         "checkpoint of another model",
@@ -87,10 +104,14 @@ CHECKPOINTS: dict[str, Entry] = {
         "Every rank reports how its write ended before anything is committed.",
         (
             "look at the disk and its mount",
+            "write to a folder that you may write to",
+        ),
+        "the checkpoint of step 1999 could not be written: Input/output error",
+        ours=(
+            "look at the disk and its mount",
             "set checkpoint.dir to a folder you may write to",
             "checkpoint.on_full says whether the run goes on (continue) or ends (stop)",
         ),
-        "the checkpoint of step 1999 could not be written: Input/output error",
     ),
     "MC609": Entry(
         "data of another run",
@@ -110,9 +131,14 @@ CHECKPOINTS: dict[str, Entry] = {
         "Checkpoints record the shapes, a fingerprint of the tokens and one of the settings.",
         (
             "add one of the --resume PATH that the message lists",
-            "give each experiment a --run-dir or a checkpoint.dir of its own: then auto knows which is meant",
+            "give each experiment a --run-dir of its own: then auto knows which is meant",
             "leave out --resume to start afresh",
         ),
         "--resume .checkpoints/a/step_00000999 or --resume .checkpoints/b/step_00000499",
+        ours=(
+            "add one of the --resume PATH that the message lists",
+            "give each experiment a --run-dir or a checkpoint.dir of its own: then auto knows which is meant",
+            "leave out --resume to start afresh",
+        ),
     ),
 }

@@ -53,10 +53,14 @@ CRASHING: dict[str, Entry] = {
         "The oom_kill counter of the rank's cgroup rose, the kernel log says Memory cgroup out of memory, or the "
         "launcher saw the rank hold more than launch.memory_limit_gb.",
         (
-            "raise the limit (docker --memory, resources.limits.memory, --mem, launch.memory_limit_gb)",
+            "raise the limit (docker --memory, resources.limits.memory, --mem, --memory-limit-gb)",
             "fewer loader workers or ranks",
         ),
         "memory.max 32 GiB, 4 ranks × 9 GiB",
+        ours=(
+            "raise the limit (docker --memory, resources.limits.memory, --mem, launch.memory_limit_gb)",
+            "lower training.num_workers, or start fewer ranks",
+        ),
     ),
     "MC306": Entry(
         "segmentation fault or abort",

@@ -13,5 +13,6 @@ class Entry:
     what: str
     why: str
     how_detected: str
-    fix: tuple[str, ...]
+    fix: tuple[str, ...]  # for a script of anybody's: no setting of our trainer
     example: str
+    ours: tuple[str, ...] = ()  # what to do with `model-check train`, where that is something else

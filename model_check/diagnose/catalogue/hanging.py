@@ -52,6 +52,10 @@ HANGING: dict[str, Entry] = {
             "num_workers=0 shows the stack in the rank itself",
         ),
         "def __getitem__(self, i):\n    return read(self.paths[i])   # an NFS mount that hangs",
+        ours=(
+            "look at the named line, and at the file system under data.cache_dir",
+            "training.num_workers=0 shows the stack in the rank itself",
+        ),
     ),
     "MC205": Entry(
         "uneven data or steps",
@@ -65,6 +69,10 @@ HANGING: dict[str, Entry] = {
             "with DDP: wrap the loop in torch.distributed.algorithms.join.Join",
         ),
         "dataset = files[rank::world]   # 1001 files on 2 ranks",
+        ours=(
+            "give every rank the same number of batches: data that you bring yourself is not cut into shards for you",
+            "name the data in the configuration (data.dataset): each rank then gets as many batches as its peers",
+        ),
     ),
     "MC206": Entry(
         "a collective is missing on some ranks",
@@ -180,6 +188,11 @@ HANGING: dict[str, Entry] = {
             "num_workers=0 shows the worker's error in the rank itself",
         ),
         "DataLoader(dataset, num_workers=16)   # in a container with 64 MB of /dev/shm",
+        ours=(
+            "look for the kernel's memory kills; lower training.num_workers",
+            "enlarge /dev/shm (docker: --shm-size=16g)",
+            "training.num_workers=0 shows the worker's error in the rank itself",
+        ),
     ),
     "MC217": Entry(
         "lost peer",

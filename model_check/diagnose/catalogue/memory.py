@@ -12,12 +12,17 @@ MEMORY: dict[str, Entry] = {
         "torch's allocator tells us before it raises: the finding has what was asked for, what is held for what, the "
         "largest tensors with the lines that made them, and the plan's view of the run.",
         (
-            "halve batch_size and double grad_accum_nums: the same global batch",
-            "switch activation checkpointing on, or shorten context_length",
+            "halve the batch and double the gradient accumulation: the same global batch",
+            "recompute activations (torch.utils.checkpoint), or shorten the sequences",
+            "share parameters and optimizer states among ranks: torch.distributed.fsdp.fully_shard",
+        ),
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        ours=(
+            "halve training.batch_size and double training.grad_accum_nums: the same global batch",
+            "set parallel.activation_checkpointing, or shorten training.context_length",
             "share parameters and optimizer states among ranks: parallel.strategy=fsdp",
             "model-check plan shows what each of these saves",
         ),
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     ),
     "MC502": Entry(
         "device memory in pieces",
@@ -48,7 +53,8 @@ MEMORY: dict[str, Entry] = {
         "A step ran out of device memory and was done again with half the micro-batch and twice as many of them.",
         "training.oom_retry is on, and the configured micro-batch does not fit.",
         "The rank says so in its events. Global batch and losses are the same.",
-        ("set training.batch_size and training.grad_accum_nums to the values of the finding",),
+        ("start the next run with the micro-batch of the finding",),
         "the micro-batch of rank 0 did not fit and is 2 now",
+        ours=("set training.batch_size and training.grad_accum_nums to the values of the finding",),
     ),
 }

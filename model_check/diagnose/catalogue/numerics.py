@@ -16,10 +16,15 @@ NUMERICS: dict[str, Entry] = {
         "result is not finite while its inputs are is named with its module and line.",
         (
             "look at the named line and the ranges of the modules before it",
+            "lower the learning rate, or initialise with a smaller scale",
+            "run once in float32 to see whether half precision is the cause",
+        ),
+        "step 17: log made -inf in layers.3.gate at model.py:88 on rank 1",
+        ours=(
+            "look at the named line and the ranges of the modules before it",
             "lower training.learning_rate or model.init_std",
             "set training.use_amp=false to see whether half precision is the cause",
         ),
-        "step 17: log made -inf in layers.3.gate at model.py:88 on rank 1",
     ),
     "MC402": Entry(
         "non-finite gradient in the backward pass only",
@@ -42,11 +47,15 @@ NUMERICS: dict[str, Entry] = {
         "The first operation of the replay that makes infinity in float16 is computed again in float32, which gives "
         "the magnitude. A step that is only skipped to lower the loss scale is normal and not reported.",
         (
-            "set training.precision=bf16: the same memory, the range of float32",
+            "use bfloat16: the same memory, the range of float32",
             "keep the named layer in float32, or normalise before it",
             "lower the learning rate first, where the evidence names it",
         ),
         "layers.11.feed_forward.w2: 81920 in float16, whose largest number is 65504; last good scale 32768",
+        ours=(
+            "set training.precision=bf16: the same memory, the range of float32",
+            "lower training.learning_rate first, where the evidence names it",
+        ),
     ),
     "MC404": Entry(
         "bad sample",
@@ -56,9 +65,9 @@ NUMERICS: dict[str, Entry] = {
         (
             "look at the named samples, or take them out",
             "check values when data is prepared: torch.isfinite(x).all()",
-            "debug.on_nan=skip goes on without the batch",
         ),
         "sample 4711 of rank 1: input 0 holds inf",
+        ours=("look at the named samples, or take them out", "debug.on_nan=skip goes on without the batch"),
     ),
     "MC405": Entry(
         "learning rate too high",
@@ -66,8 +75,9 @@ NUMERICS: dict[str, Entry] = {
         "A learning rate that is too large for the model, or that jumps: a schedule without a warmup, a wrong unit.",
         "AdamW moves every weight by about the learning rate in a step; that is compared with the size of the weights "
         "at the start, and with the learning rates of the steps before.",
-        ("lower training.learning_rate", "raise training.scheduler.warmup_steps"),
+        ("lower the learning rate", "warm it up over the first steps"),
         "learning rate 10, 500 times the weights (0.02)",
+        ours=("lower training.learning_rate", "raise training.scheduler.warmup_steps"),
     ),
     "MC406": Entry(
         "exploding gradients",
@@ -75,11 +85,12 @@ NUMERICS: dict[str, Entry] = {
         "A deep or recurrent model without normalisation, a learning rate at the edge, too large max_grad_norm.",
         "The gradient norms of the last steps grow, by 100 times or more in all.",
         (
-            "set or lower training.max_grad_norm",
-            "lower training.learning_rate, or warm up longer",
+            "clip gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+            "lower the learning rate, or warm up longer",
             "normalise the layers whose output grows",
         ),
         "gradient norm 3.1, 48, 9.2e3, 4.4e8, nan",
+        ours=("set or lower training.max_grad_norm", "lower training.learning_rate, or warm up longer"),
     ),
     "MC407": Entry(
         "initialisation too large",
@@ -87,8 +98,9 @@ NUMERICS: dict[str, Entry] = {
         "model.init_std or a custom initialisation far above 1/sqrt(width).",
         "The step that fails is one of the first, and the weights of some layers multiply their input by far more "
         "than 1.",
-        ("lower model.init_std (0.02 is usual)", "scale a weight by 1/sqrt(fan_in)"),
+        ("initialise with a smaller scale: 1/sqrt(fan_in)",),
         "layers.0.attention.wq.weight has a standard deviation of 1e4",
+        ours=("lower model.init_std (0.02 is usual)", "look at the file that the weights were loaded from"),
     ),
     "MC408": Entry(
         "division by an empty mask",
@@ -120,13 +132,18 @@ NUMERICS: dict[str, Entry] = {
         "random numbers of its own in an initialisation, memory that lost a bit.",
         "Every rank sums the bits of a few parameters, in turns, every 10 steps and later every 100; the sums of equal "
         "steps are compared. Only parameters under DistributedDataParallel are: sharded ones differ rightly. Where a "
-        "majority of ranks agrees, the others are named.",
+        "majority of ranks agrees, the others are named; two ranks have none, and neither is called wrong.",
         (
             "change weights before the model is wrapped in DistributedDataParallel, or on all ranks alike",
-            "look at what the named rank does between the two steps: a skipped optimizer step, a loaded checkpoint",
-            "where no code explains it, test the rank's device and memory",
+            "look at what one rank does between the two steps and its peers do not: a skipped optimizer step, a "
+            "loaded checkpoint",
+            "where no code explains it, test the devices and the memory",
         ),
         "model.module.head.reset_parameters()   # after DDP(model), each rank with a seed of its own",
+        ours=(
+            "test the device and the memory of these ranks: model-check doctor, and --set debug.verify_gradients=100",
+            "go on from the last checkpoint before the step: it holds the weights of one rank",
+        ),
     ),
     "MC411": Entry(
         "one rank's gradients are wrong",
@@ -156,6 +173,7 @@ NUMERICS: dict[str, Entry] = {
             "seed random data with the rank: torch.manual_seed(seed + rank)",
         ),
         "DataLoader(dataset, shuffle=True) with the same seed on every rank",
+        ours=("give each rank batches of its own: what you bring yourself is not cut into shards for you",),
     ),
     "MC413": Entry(
         "the loss spikes",
@@ -170,6 +188,11 @@ NUMERICS: dict[str, Entry] = {
             "go back to a checkpoint before the spike and skip its data",
         ),
         "loss 2.31 ± 0.02 for 50 steps, then 6.9, 7.4, 7.2",
+        ours=(
+            "look at the batches of these steps",
+            "lower training.max_grad_norm or training.learning_rate",
+            "go back to a checkpoint before the spike: --resume PATH",
+        ),
     ),
     "MC414": Entry(
         "the loss does not decrease",
@@ -213,6 +236,7 @@ NUMERICS: dict[str, Entry] = {
             "normalise the last layer's input, or add a z-loss on the logits",
         ),
         "gradient norm 0.8, 3.1, 12, 55, 240 at steps 50 to 250",
+        ours=("set or lower training.max_grad_norm", "lower training.learning_rate"),
     ),
     "MC417": Entry(
         "the numbers are no longer watched",

@@ -26,12 +26,14 @@ def _paragraph(heading: str, text: str) -> str:
 
 def as_text(code: str, entry: Entry) -> str:
     fixes = "\n".join(f"  - {fix}" for fix in entry.fix)
+    ours = "\n".join(f"  - {fix}" for fix in entry.ours)
     parts = [
         f"{code}: {entry.title}",
         _paragraph("What it means", entry.what),
         _paragraph("Why it happens", entry.why),
         _paragraph("How it is detected", entry.how_detected),
         f"What to do\n{fixes}",
+        *([f"What to do with model-check train\n{ours}"] if ours else []),
         "Example\n" + indent(entry.example, "  "),
     ]
     return "\n\n".join(parts) + "\n"
@@ -53,5 +55,8 @@ def as_markdown(catalogue: Mapping[str, Entry]) -> str:
         entry = catalogue[code]
         lines += [f"### {code}: {entry.title}", "", entry.what, "", f"**Why.** {entry.why}", ""]
         lines += [f"**How it is detected.** {entry.how_detected}", "", "**What to do.**", ""]
-        lines += [*(f"- {fix}" for fix in entry.fix), "", "```text", entry.example, "```", ""]
+        lines += [*(f"- {fix}" for fix in entry.fix), ""]
+        if entry.ours:
+            lines += ["**What to do with `model-check train`.**", "", *(f"- {fix}" for fix in entry.ours), ""]
+        lines += ["```text", entry.example, "```", ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -30,6 +30,7 @@ SLOWNESS: dict[str, Entry] = {
             "move slow work out of __getitem__",
         ),
         "data 180 ms, forward and backward 20 ms",
+        ours=("raise training.num_workers", "prepare the data once, ahead of training: model-check prepare"),
     ),
     "MC704": Entry(
         "CPU oversubscription",

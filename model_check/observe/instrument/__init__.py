@@ -100,6 +100,7 @@ def _patches() -> dict[str, Callable[[ModuleType], None]]:
         "torch.utils.data.dataloader": training("patch_loader"),
         "torch.nn.modules.module": training("patch_module_call"),
         "torch.nn.utils.clip_grad": training("patch_clipping"),
+        "torch.autograd.graph": training("patch_saved_hooks"),
         "torch.autograd": training("patch_autograd"),
         "torch.optim.optimizer": training("patch_optimizer"),
         "torch.amp.grad_scaler": training("patch_scaler"),

@@ -7,13 +7,14 @@ the bad gradients came from a peer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from model_check.observe.instrument import native
+from model_check.observe.instrument.graphlook import Sighting
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call
 from model_check.observe.instrument.losscode import LossCode
@@ -88,6 +89,7 @@ class Hit:
     own: OwnShare = _UNKNOWN
     brought: Brought | None = None
     mixed: bool = False  # activations were exchanged before it was seen: it may be a peer's
+    inside: Sighting | None = None  # what the graph tells of a model that cannot tell it by another run
     one_of: tuple[Place, ...] = ()  # several backwards went into the gradients, and which one was bad is not known
 
     @property
@@ -97,13 +99,31 @@ class Hit:
         return {"loss": self.loss, "location": place, "why_not": self.why_not, "clean": self.own.clean}
 
     @classmethod
-    def in_forward(cls, loss: float, calls: Sequence[Call], code: LossCode, place: Place | None) -> Hit:
-        """A loss that is not finite."""
+    def in_forward(
+        cls,
+        loss: float,
+        calls: Sequence[Call],
+        code: LossCode,
+        place: Place | None,
+        look: Callable[[], Sighting | None] = lambda: None,
+    ) -> Hit:
+        """A loss that is not finite. `look`: into the graph behind it, while that has its numbers."""
         call, replay, why_not = _again(calls, backward=False)
         known = [tensor for output in (call.outputs if call is not None else ()) if (tensor := output()) is not None]
         real = all(finite(tensor) for tensor in known) if known else None
         # Finite outputs, and a loss that is not: what lies between them did it.
         outside = code.first_bad() if real is not False else None
+        sure = outside is not None and outside.made_it
+        inside = _looked(look) if not sure and not _found_inside(replay) else None
+        if replay is not None and replay.origin is not None and not _made_before(inside, call):
+            inside = None  # what it was given is the data
+        if inside is not None and inside.call is not None and inside.call is not call:
+            again = _again([inside.call], backward=False)
+            if _found_inside(again[1]):
+                (call, replay, why_not), inside = again, None
+        unknown = real is None and (replay is None or not replay.outputs_finite)
+        if not sure and (inside is not None or unknown):
+            outside = None  # the model may have handed it over
         return cls(
             float(loss),
             "forward",
@@ -114,6 +134,7 @@ class Hit:
             call=call,
             why_not=why_not,
             real_outputs_finite=real,
+            inside=inside,
         )
 
     @classmethod
@@ -141,6 +162,25 @@ class Hit:
         """Known only after the step was applied: the weights it would be replayed with are gone."""
         why_not = "the gradients of this rank were finite before they were exchanged" if own.clean else ""
         return cls(float(loss), "backward", (), place, _pole_in(codes), late=True, why_not=why_not, own=own)
+
+
+def _found_inside(replay: Replay | None) -> bool:
+    """The other run shows an operation or a parameter of the module; what it was given, another one may have made."""
+    origin = replay.origin if replay is not None else None
+    return origin is not None and not (origin.given or "").startswith("input")
+
+
+def _made_before(inside: Sighting | None, call: Call | None) -> bool:
+    """In another place than in this call, from which it came to it."""
+    return inside is not None and inside.call is not call and inside.made is not None and inside.made.made_it
+
+
+def _looked(look: Callable[[], Sighting | None]) -> Sighting | None:
+    with native.by_itself():
+        try:
+            return look()
+        except Exception:  # a graph of the script's own making: the finding is then made without it
+            return None
 
 
 def _pole_in(codes: Sequence[LossCode]) -> LossOperation | None:
@@ -188,7 +228,7 @@ def report_of(
         return None
     if hit.late and hit.in_loss_code is None:
         return _report_late(hit, history, rate)
-    origin = hit.replay.origin if hit.replay is not None else None
+    origin = hit.replay.origin if hit.replay is not None and hit.inside is None else None
     seen_in_loss_code = hit.in_loss_code is not None and hit.in_loss_code.made_it
     if hit.scaler and origin is None and not seen_in_loss_code:
         return {**_body(hit, "MC403", []), "location": _line(hit.place)}
@@ -200,6 +240,9 @@ def report_of(
         if not (origin.given or "").startswith("parameter"):
             return body
         return _blaming_the_update(body, eps, all_read) if history.steps > 0 else {**body, "fix": [_BAD_FROM_THE_START]}
+    if hit.inside is not None:
+        body = _report_inside(hit, hit.inside, history, rate)
+        return _blaming_the_update(body, eps, all_read) if hit.inside.given and history.steps > 0 else body
     if hit.in_loss_code is not None:
         return _report_loss_code(hit, hit.in_loss_code, history, rate)
     return _report_without_line(hit, history, rate)
@@ -307,6 +350,39 @@ def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: fl
     }
 
 
+def _report_inside(hit: Hit, found: Sighting, history: History, rate: float) -> dict[str, Any]:
+    """Made in the model, or on the way to it, as the graph shows; the module that made it was not run once more."""
+    call, made = found.call, found.made
+    name = type(call.unwrapped).__name__.removeprefix("FSDP") if call is not None else None
+    called = call.line() if call is not None else None
+    cause = _judged(replace(hit, call=call), None, history, None, rate)
+    evidence = list(cause.evidence)
+    code = "MC408" if made is not None and made.empty else "MC401" if made is None or made.note else cause.code
+    if found.given:
+        evidence.append(f"observed: {found.given} is not finite before the step begins")
+    elif made is not None:
+        note = f": it {made.note}" if made.note else ""
+        where = f"in the forward of {name}" if call is not None else "in the script's own code, between two modules"
+        evidence.append(f"{'observed' if made.made_it else 'inferred'}: {made.op.lower()} {where}{note}")
+    if call is not None and call.changed_its_input:
+        evidence.append("observed: that forward changes its own input in place")
+    elif call is not None and hit.replay is not None and hit.replay.outputs_finite:
+        evidence.append("observed: run once more, it is finite: the forward depends on more than what it is given")
+    op = made.op.lower() if made is not None else ""
+    line = f"{made.file}:{made.line}" if made is not None and made.line else ""
+    at_call = f"{called[0]}:{called[1]}" if called is not None else _line(hit.place)
+    return {
+        **_with_advice_on(op, _body(hit, code, evidence)),
+        "module": name,
+        "op": op or None,
+        "location": line or at_call,
+        "function": made.function if line and made is not None else called[2] if called is not None else None,
+        "tensor": found.given or None,
+        "deterministic": made is not None and made.made_it,
+        **({"fix": [_BAD_FROM_THE_START]} if found.given and not history.steps else {}),
+    }
+
+
 def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, Any]:
     """The loss is bad, and the replay cannot say where: it is finite, or there was none."""
     if hit.replay is not None and hit.real_outputs_finite is False:
@@ -393,7 +469,7 @@ def _line(place: Place | None) -> str | None:
 
 
 def _bad_inputs(hit: Hit) -> list[int]:
-    if hit.call is None or hit.why_not == "what its forward was given is no longer there":
+    if hit.call is None or hit.call.changed_its_input or hit.why_not == "what its forward was given is no longer there":
         return []
     return samples_with_bad_input(hit.call)
 

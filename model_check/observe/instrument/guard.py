@@ -32,6 +32,7 @@ from model_check.errors import NumericsError
 from model_check.observe.instrument.blame import Hit, OwnShare, is_alone, report_of
 from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, GuardMode
 from model_check.observe.instrument.exchanges import Looked, OwnGradients
+from model_check.observe.instrument.graphlook import first_made
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call, Inputs
 from model_check.observe.instrument.losscode import NO_CODE, LossCode, bad_loss
@@ -551,7 +552,9 @@ class Guard:
 
 def _bad_loss(root: Any, loss: float, calls: list[Call], place: Place | None) -> Hit:
     """Before its backward, which lets the numbers of the graph go."""
-    return Hit.in_forward(loss, calls, LossCode.whole(root.grad_fn, _nodes_of(calls), place), place)
+    code = LossCode.whole(root.grad_fn, _nodes_of(calls), place)
+    learning = [call for call in calls if call.learns]
+    return Hit.in_forward(loss, calls, code, place, look=lambda: first_made(root.grad_fn, learning))
 
 
 def _nodes_of(calls: list[Call]) -> list[range]:

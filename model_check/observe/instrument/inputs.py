@@ -78,6 +78,7 @@ class Call:
     nbytes: int = 0
     wrapper: Any = None  # as whose forward the training step is run that made this call
     outputs: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
+    changed_its_input: bool = False  # in place, by its own forward
 
     @property
     def unwrapped(self) -> Any:
@@ -194,6 +195,8 @@ class Inputs:
     def ended(self, call: Call, result: Any) -> None:
         call.nodes = range(call.nodes.start, torch.autograd._get_sequence_nr())
         call.outputs = [weakref.ref(tensor) for tensor in tensors_in(result)]
+        if call.args or call.kwargs:
+            call.changed_its_input = _versions(tensors_in(call.args, call.kwargs)) != call.versions
 
     def forget(self) -> None:
         self.calls.clear()

@@ -72,7 +72,7 @@ class Operation:
                 plain[name] = value
                 continue
             here = local(value)
-            if here is not None and (most is None or here.untyped_storage().nbytes() <= most):
+            if here is not None and _in_memory(here) and (most is None or here.untyped_storage().nbytes() <= most):
                 tensors[name] = here.detach()
             else:
                 complete = False
@@ -107,7 +107,7 @@ class Operation:
             return "takes the mean of nothing"
         return ""
 
-    def divides_by_a_good_number(self) -> bool:
+    def divides_by_a_goodnumber_of(self) -> bool:
         """Frameworks divide each loss by the number of batches that they add up: that makes no NaN."""
         below = self.kept().get("_saved_other", self.plain.get("_saved_other"))
         if self.kind != "Div" or below is None:
@@ -197,7 +197,7 @@ class LossCode:
         innermost = self.operations[-1]
         if not innermost.complete or not all(map(is_finite, innermost.kept().values())):
             return None
-        able = [operation for operation in self.operations if not operation.divides_by_a_good_number()]
+        able = [operation for operation in self.operations if not operation.divides_by_a_goodnumber_of()]
         suspect = [operation for operation in able if operation.kind in _POLES]
         given = [operation for operation in able if operation.is_given_bad_numbers()]
         found = suspect[-1:] or given[-1:] or able[:1] or self.operations[:1]
@@ -231,19 +231,19 @@ def bad_loss(frames: Sequence[tuple[FrameType, int]], since: int) -> tuple[torch
             held = dict.values(value) if isinstance(value, dict) else value if type(value) in (list, tuple) else [value]
             for tensor in itertools.islice(held, _MOST_HELD):
                 if type(tensor) is torch.Tensor and id(tensor) not in known and _may_be_loss(tensor, since):
-                    found.append((_number(tensor.grad_fn), tensor, place))
+                    found.append((number_of(tensor.grad_fn), tensor, place))
     bad = [(number, tensor, place) for number, tensor, place in found if not is_finite(tensor)]
     return max(bad, key=lambda item: item[0])[1:] if bad else None
 
 
 def _may_be_loss(tensor: torch.Tensor, since: int) -> bool:
     node = tensor.grad_fn
-    return node is not None and tensor.numel() == 1 and tensor.is_floating_point() and _number(node) >= since
+    return node is not None and tensor.numel() == 1 and tensor.is_floating_point() and number_of(node) >= since
 
 
 def nodes_behind(root: Any, inside: Sequence[range]) -> Iterator[Any]:
     """The graph's nodes from the loss inwards, without those that a module's forward made."""
-    waiting = [(-_number(root), 0, root)] if root is not None else []
+    waiting = [(-number_of(root), 0, root)] if root is not None else []
     seen: set[Any] = set()
     met = itertools.count(1)  # of two with one number the first that was met comes first
     while waiting:
@@ -254,7 +254,7 @@ def nodes_behind(root: Any, inside: Sequence[range]) -> Iterator[Any]:
         yield node
         for after, _ in node.next_functions:
             if after is not None:
-                heapq.heappush(waiting, (-_number(after), next(met), after))
+                heapq.heappush(waiting, (-number_of(after), next(met), after))
 
 
 def _can_have_a_pole(node: Any) -> bool:
@@ -265,7 +265,13 @@ def _can_fail(node: Any) -> bool:
     return _kind(node) in _POLES or _kind(node) == "Mean" or "_saved_target" in _names_of(node)
 
 
-def _number(node: Any) -> int:
+def _in_memory(tensor: torch.Tensor) -> bool:
+    """FSDP frees the memory of a gathered parameter and leaves the tensor: reading it would be a segmentation fault."""
+    return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
+
+
+def number_of(node: Any) -> int:
+    """By which the nodes of a thread's graph are counted as they are made."""
     return int(node._sequence_nr())
 
 

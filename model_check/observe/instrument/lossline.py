@@ -104,11 +104,15 @@ def located(kind: str, place: Place | None, *, note: str = "", made_it: bool = F
     """`kind`: of the operation, as autograd names it, without its suffix."""
     if place is None:
         return LossOperation(kind, made_it=made_it, note=note)
-    lines = [number for number, words in _words_by_line(place) if words & _wanted(kind)]
-    possible = [number for number in lines if place.first <= number <= (place.last or place.line)]
+    possible = [number for number in lines_with(kind, place) if place.first <= number <= (place.last or place.line)]
     line = possible[0] if len(possible) == 1 else 0
     function = _function_at(place, line) if line else place.function
     return LossOperation(kind, place.file, line or place.line, function, made_it, note)
+
+
+def lines_with(kind: str, place: Place) -> list[int]:
+    """The lines of the place's function whose text holds that operation."""
+    return [number for number, words in _words_by_line(place) if words & _wanted(kind)]
 
 
 def _wanted(kind: str) -> set[str]:

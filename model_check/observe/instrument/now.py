@@ -95,3 +95,12 @@ def step_around(step: FrameType) -> FrameType | None:
 def forget_after_fork() -> None:
     HERE.now = Now()
     _BACKWARDS.clear()
+
+
+class SavedHooks:
+    """Whether the script gives autograd hooks for what it saves, as activation checkpointing does.
+
+    Reading a saved number would then run the model's forward again, its side effects included.
+    """
+
+    used = False

@@ -14,7 +14,15 @@ from model_check.errors import NumericsError
 from model_check.observe.instrument import memory, now
 from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
-from model_check.observe.instrument.now import BEYOND_THEM_EVERY_S, FORWARDS_PER_STEP, HERE, Now, open_here, step_around
+from model_check.observe.instrument.now import (
+    BEYOND_THEM_EVERY_S,
+    FORWARDS_PER_STEP,
+    HERE,
+    Now,
+    SavedHooks,
+    open_here,
+    step_around,
+)
 from model_check.observe.instrument.spans import Original, spanned
 
 _FORWARD = SpanKind("forward")
@@ -209,6 +217,19 @@ def patch_autograd(module: Any) -> None:
         return recorded(*args, **kwargs)
 
     module.backward = backward
+
+
+def patch_saved_hooks(module: Any) -> None:
+    """torch.autograd.graph: whether reading what a graph has saved would run the script's code."""
+    original = module.saved_tensors_hooks.__enter__
+
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        if not SavedHooks.used and not torch.compiler.is_compiling():
+            SavedHooks.used = True
+        return original(self)
+
+    module.saved_tensors_hooks.__enter__ = enter
 
 
 def patch_scaler(module: Any) -> None:
