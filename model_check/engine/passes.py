@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.engine.buckets import pin_buckets
+from model_check.engine.gradient_sums import GradientSums
 from model_check.engine.place import Place
 from model_check.engine.precision import Precision
 from model_check.errors import ModelError
@@ -105,19 +106,21 @@ class WholeModel:
         self.model = model
         self._precision = precision
         self._device = device
+        self._sums = GradientSums(model)
 
     def accumulate(self, micro_batches: Sequence[Any], scale_loss: ScaleLoss) -> torch.Tensor:
         total = torch.zeros((), device=self._device)
         share = 1.0 / len(micro_batches)
         REPLICAS.step_begins(self.model, micro_batches[0])
-        for index, batch in enumerate(micro_batches):
-            with self.exchange(is_last=index == len(micro_batches) - 1):
-                with self._precision.autocast(), _forward_span(self.model):
-                    loss = call_model(self.model, batch)
-                    if share != 1.0:
-                        loss = loss * share
-                scale_loss(loss).backward()
-            total += loss.detach().float()
+        with self._sums.over(len(micro_batches)):
+            for index, batch in enumerate(micro_batches):
+                with self.exchange(is_last=index == len(micro_batches) - 1):
+                    with self._precision.autocast(), _forward_span(self.model):
+                        loss = call_model(self.model, batch)
+                        if share != 1.0:
+                            loss = loss * share
+                    scale_loss(loss).backward()
+                total += loss.detach().float()
         return total
 
     @torch.no_grad()

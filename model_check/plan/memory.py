@@ -276,6 +276,14 @@ def _gradient_width(load: Workload, layout: Layout) -> int:
     return 2 if load.precision in ("bf16", "fp8") else 4
 
 
+def _summed_width(load: Workload, layout: Layout) -> float:
+    """Bytes of a bf16 gradient at the end of a step: several micro-batches are summed in float32 (engine.gradient_sums),
+    and DDP's buckets stay beside the sums."""
+    if load.micro_batches == 1:
+        return 2.0
+    return 4.0 + (2.0 if layout.data_parallel > 1 else 0.0)
+
+
 def _state(parameters: float, load: Workload, layout: Layout) -> _State:
     """bf16 parameters with the low half of their master beside them; float32 throughout where they are sharded."""
     moments = ADAM_BYTES[load.states]
@@ -286,7 +294,7 @@ def _state(parameters: float, load: Workload, layout: Layout) -> _State:
         return _State(4.0 * held, 4.0 * held, moments * held)
     if load.precision in ("bf16", "fp8"):
         low_half = 0.0 if load.states == "8bit" else 2.0
-        return _State(2.0 * parameters, 2.0 * parameters, (low_half + moments) * parameters)
+        return _State(2.0 * parameters, _summed_width(load, layout) * parameters, (low_half + moments) * parameters)
     return _State(4.0 * parameters, 4.0 * parameters, moments * parameters)
 
 

@@ -99,8 +99,13 @@ def _optimizer_seconds(shape: ModelShape, load: Workload, layout: Layout, memory
     state = 4.0 + ADAM_BYTES[load.states]
     if load.offloads:
         return held * (8 / _PCIE_BYTES_PER_S + (2 * state + 8) / _HOST_UPDATE_BYTES_PER_S)
-    gradient = 4.0 if layout.shards or load.precision in ("fp16", "fp32") else 2.0
+    gradient = 4.0 if layout.shards else _gradient_width(load)
     return held * (2 * state + 2 * gradient) / (memory_rate * MEMORY_SHARE)
+
+
+def _gradient_width(load: Workload) -> int:
+    """Bytes of a gradient that one rank holds whole: bf16, or the fp32 sum of several micro-batches."""
+    return 2 if load.precision in ("bf16", "fp8") and load.micro_batches == 1 else 4
 
 
 def _rate(ranks_apart: int, device: Device, gpus_per_host: int) -> float:
@@ -124,9 +129,8 @@ def _data_parallel_seconds(
     held = shape.parameters() / (layout.tensor * layout.pipeline)
     inner = layout.tensor * layout.context
     if not layout.shards:
-        width = 2 if load.precision in ("bf16", "fp8") else 4
         group = layout.replicate
-        return 2 * held * width * (group - 1) / group / _rate(inner * group, device, gpus_per_host)
+        return 2 * held * _gradient_width(load) * (group - 1) / group / _rate(inner * group, device, gpus_per_host)
     width = load.width if load.gathers_half else 4
     shards = layout.shard * layout.context
     gathers = 1 if layout.keep_gathered else 2 * load.micro_batches
