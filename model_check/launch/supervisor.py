@@ -327,7 +327,9 @@ class Supervisor:
         stall.looks += 1
         stall.looked_at = now
         waits = {standing.rank for standing in self._standings() if standing.waits}
-        self._gather.stacks({rank: pid for rank, pid in self._pids().items() if rank not in waits}, look=True)
+        working = {rank: pid for rank, pid in self._pids().items() if rank not in waits}
+        # A stopped process moves between no two looks, and a look at it takes long.
+        self._gather.stacks({rank: pid for rank, pid in working.items() if not processes.is_stopped(pid)}, look=True)
 
     def _calm_line(self) -> str | None:
         """What the ranks wait for, where the verdict on the stall is that nothing is wrong."""
