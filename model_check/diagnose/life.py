@@ -52,7 +52,7 @@ def _completed(s: Standing) -> Crumb | None:
 
 
 def _workers_get_on(s: Standing) -> str:
-    """Every loader worker that has a batch to fetch gets on with it, or they are still starting."""
+    """Every loader worker that has a batch to fetch gets on with it; empty where one does not."""
     said = []
     for pid, looks in s.worker_looks().items():
         children = list(_of_child(s.recent_samples, pid))
