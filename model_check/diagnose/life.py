@@ -1,5 +1,6 @@
-"""Signs of life of a rank that writes no records: its lines change, or its bytes move. A loop over the same few lines
-that may go on for ever is none, however much it computes.
+"""Signs of life of a rank that others wait for: it completes forwards, its lines change, its bytes move.
+
+A loop over the same few lines that may go on for ever is none, however much it computes.
 """
 
 from __future__ import annotations
@@ -7,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from model_check.diagnose.evidence import ProcSample
+from model_check.diagnose.evidence import STALL_FLOOR_S, WAIT_PHASES, ProcSample
 from model_check.diagnose.frames import Frame, ThreadStack, fetching_at, whole
 from model_check.diagnose.source import Loop, enclosing_loop
 from model_check.diagnose.standing import BUSY_SHARE, POLLS_PER_S, Standing
+from model_check.rundir.ring import Crumb
 
 _FEW_LINES = 3  # places that a loop which only waits for something is seen at
+_NEWEST_RECORDS = 64
 _MOVED_BYTES = 1 << 20
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
@@ -23,6 +26,8 @@ def sign_of_life(s: Standing) -> str:
     """What shows that the rank gets on; empty where nothing does."""
     if s.stopped:
         return ""
+    if (done := _completed(s)) is not None:
+        return f"rank {s.rank.rank} completed a {done.phase} {s.evidence.now - done.time_ns / 1e9:.1f} s ago"
     recent = s.recent_samples
     moved = recent[-1].io_bytes - recent[0].io_bytes if len(recent) > 1 else 0
     if moved > _MOVED_BYTES:
@@ -35,8 +40,19 @@ def sign_of_life(s: Standing) -> str:
     return ""
 
 
+def _completed(s: Standing) -> Crumb | None:
+    """Work of its own that it has completed since others wait, just now."""
+    if s.evidence.stall is None:
+        return None
+    threshold = s.evidence.stall.get("threshold_s")
+    since = s.evidence.now - (float(threshold) if isinstance(threshold, (int, float)) else STALL_FLOOR_S)
+    newest = reversed(s.rank.crumbs[-_NEWEST_RECORDS:])
+    done = next((c for c in newest if c.event != "begin" and c.phase not in WAIT_PHASES), None)
+    return done if done is not None and done.time_ns / 1e9 > since else None
+
+
 def _workers_get_on(s: Standing) -> str:
-    """Every loader worker that has a batch to fetch gets on with it, or they are still starting."""
+    """Every loader worker that has a batch to fetch gets on with it; empty where one does not."""
     said = []
     for pid, looks in s.worker_looks().items():
         children = list(_of_child(s.recent_samples, pid))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -60,12 +60,20 @@ class Gatherer:
             )
         return samples
 
-    def stacks(self, pids: Mapping[int, int], *, timeout_s: float = stacks.TIMEOUT_S, look: bool = False) -> None:
-        """One round of stacks: every rank and the children it waits for, all at once. A `look` belongs to the last."""
-        self._looks = self._looks + 1 if look else 0
-        self._stack_round += not look
+    def stacks(self, pids: Mapping[int, int], *, timeout_s: float = stacks.TIMEOUT_S) -> None:
+        """One round of stacks: every rank and the children it waits for, all at once."""
+        self._stack_round += 1
+        self._looks = 0
+        self._take_all(pids, pids, timeout_s)
+
+    def look(self, pids: Mapping[int, int], with_children: Collection[int]) -> None:
+        """A quick look between two rounds, which belongs to the one before it. Children cost as much as a rank."""
+        self._looks += 1
+        self._take_all(pids, with_children, stacks.TIMEOUT_S)
+
+    def _take_all(self, pids: Mapping[int, int], with_children: Collection[int], timeout_s: float) -> None:
         targets = [(rank, pid, pid) for rank, pid in pids.items()]
-        for rank, pid in pids.items():
+        for rank, pid in ((rank, pid) for rank, pid in pids.items() if rank in with_children):
             children = [child for child in processes.children_of(pid) if _is_python(child)]
             targets += [(rank, pid, child) for child in children[:_CHILDREN_PER_RANK]]
         takers = [partial(self._take, rank, pid, target, timeout_s) for rank, pid, target in targets]
@@ -78,13 +86,17 @@ class Gatherer:
 
     def _take(self, rank: int, rank_pid: int, pid: int, timeout_s: float) -> None:
         is_rank = pid == rank_pid
+        in_passing = self._looks > 0  # then no rank is sent a signal
+        signal_name = None if in_passing else read_header(self._run_dir.ring(rank)).get("stack_signal")
         # A forked worker inherits the rank's handler and its file.
         taken = stacks.take(
             pid,
             timeout_s=timeout_s,
             fault_file=self._run_dir.stacks_dir / f"rank-{rank:05d}.fault.txt",
-            fault_signal=stacks.signal_number(read_header(self._run_dir.ring(rank)).get("stack_signal")),
+            fault_signal=stacks.signal_number(signal_name),
         )
+        if in_passing and taken.source != "py-spy":
+            return  # the kernel knows no lines: the round before says more
         process = "rank" if is_rank else "loader_worker" if taken.is_loader_worker else "child"
         name = f"rank-{rank:05d}.{self._stack_round}" + (f".look-{self._looks}" if self._looks else "")
         path = self._run_dir.stacks_dir / (f"{name}.json" if is_rank else f"{name}.{pid}.json")

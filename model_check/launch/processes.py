@@ -169,6 +169,11 @@ def is_alive(pid: int, start_ticks: int | None = None) -> bool:
     return stat is not None and stat.alive and start_ticks in (None, stat.start_ticks)
 
 
+def is_stopped(pid: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and stat.state == "T"
+
+
 def thread_states(pids: Iterable[int]) -> set[str]:
     """The states of all threads of these processes: R wants a processor or has one, D is in uninterruptible I/O."""
     found: set[str] = set()

@@ -329,8 +329,12 @@ class Supervisor:
             return
         stall.looks += 1
         stall.looked_at = now
-        waits = {standing.rank for standing in self._standings() if standing.waits}
-        self._gather.stacks({rank: pid for rank, pid in self._pids().items() if rank not in waits}, look=True)
+        pids = self._pids()
+        working = [standing for standing in self._standings() if not standing.waits and standing.rank in pids]
+        # A stopped process moves between no two looks, and a look at it takes long.
+        seen = {standing.rank: pids[standing.rank] for standing in working}
+        seen = {rank: pid for rank, pid in seen.items() if not processes.is_stopped(pid)}
+        self._gather.look(seen, with_children={standing.rank for standing in working if standing.phase == "data"})
 
     def _calm_line(self) -> str | None:
         """What the ranks wait for, where the verdict on the stall is that nothing is wrong."""

@@ -142,3 +142,16 @@ def test_a_rank_that_works_on_after_its_peers_have_finished(stage):
     look(b, ("", 33, "upload"))
     finding = stage.first(after=8.0)
     assert (finding.code, finding.severity, finding.ranks) == ("MC220", "info", [1])
+
+
+def test_a_rank_that_completes_forwards_is_not_named_beside_one_that_is_stuck(stage):
+    actors = stage.ranks(3)
+    stage.train(6)
+    actors[0].collective("all_reduce", 40, open=True)
+    actors[1].begin("data", 20)
+    stage.stall()
+    for _ in range(20):
+        actors[2].t += 0.5
+        actors[2].span("forward", 30)
+    findings = stage.findings(after=0.1)
+    assert [(f.code, f.ranks, f.severity) for f in findings] == [("MC204", [1], "warning"), ("MC220", [2], "info")]

@@ -1,4 +1,4 @@
-"""Equal ranks, each with a loader of its own that is a little slower than a step: one of them always comes first."""
+"""Equal ranks with equal loaders, slower than a step. One loader began first and stays ahead by what it prefetched."""
 
 import os
 import time
@@ -27,7 +27,7 @@ def main():
     model = DDP(torch.nn.Linear(8, 8))
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)
     if dist.get_rank() == 1:
-        time.sleep(PAUSE / 2)
+        time.sleep(10 * PAUSE)
     for batch in DataLoader(Samples(), batch_size=8, num_workers=1):
         time.sleep(PAUSE * 0.2)  # the step itself
         loss = model(batch).pow(2).mean()
