@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from model_check.observe.instrument import native
+from model_check.observe.instrument.drawn import indices_of
 from model_check.observe.instrument.graphlook import Sighting
 from model_check.observe.instrument.history import History
 from model_check.observe.instrument.inputs import Call
@@ -220,6 +221,17 @@ def bad_once_more(calls: Sequence[Call]) -> Call | None:
 def report_of(
     hit: Hit, history: History, *, rate: float, eps: float | None = None, all_read: bool = False
 ) -> dict[str, Any] | None:
+    """The body of the event, with the dataset's own numbers of its bad samples where a loader drew them."""
+    body = _report(hit, history, rate, eps, all_read)
+    if body is None or not body.get("sample_ids") or hit.call is None:
+        return body
+    given = list(tensors_in(hit.call.args, hit.call.kwargs))
+    size = next((tensor.shape[0] for tensor in given if tensor.dim()), 0)
+    indices = indices_of(hit.call.drawn, given, size)
+    return {**body, "dataset_ids": [indices[number] for number in body["sample_ids"]]} if indices is not None else body
+
+
+def _report(hit: Hit, history: History, rate: float, eps: float | None, all_read: bool) -> dict[str, Any] | None:
     """The body of the event, or None: nothing of this rank's own went wrong.
 
     `eps`: of the optimizer, if it has one. `all_read`: every gradient of every step is looked at.
