@@ -180,6 +180,11 @@ CRASHES = (
     hang("swallowed_oom", "MC302", (0,), severity="error", says=("out of memory",)),
     hang("swallowed_in_loader", "MC302", (1,), severity="error", nproc=3, says=("bad checksum",)),
     hang("swallowed_quietly", "MC302", (1,), severity="error", says=("except KeyError",)),
+    hang("swallowed_in_caller", "MC302", (1,), severity="error", says=("except Exception:",)),
+    hang("swallowed_by_suppress", "MC302", (2,), nproc=3, severity="error", says=("suppress(KeyError)",)),
+    hang("swallowed_by_finally", "MC302", (0,), severity="error", says=("cannot be multiplied",)),
+    hang("swallowed_by_retry", "MC302", (1,), severity="error", says=("except (ValueError, OSError):",)),
+    hang("swallowed_epoch", "MC302", (0,), severity="error", says=("except TypeError:",)),
     crash("exception_ddp", "MC301", (1,), exit_code=1, says=("label 17 out of range",), quick=True),
     crash("exception_four_ranks", "MC301", (2,), nproc=4, exit_code=1, says=("KeyError",)),
     crash(
