@@ -131,7 +131,7 @@ def test_a_handler_that_goes_on_with_the_loop(tmp_path):
         ("for x in xs:\n    with suppress(KeyError):\n        step(x)\n", 2),
         ("def f():\n    try:\n        step(x)\n    finally:\n        return 1\n\nwhile True:\n    f()\n", 5),
         (
-            "def d(g):\n    try:\n        g()\n    except E:\n        return\n\n@d\ndef f():\n    step(x)\n\nfor x in y: f()\n",
+            "def d(g):\n try:\n  g()\n except E:\n  return\n\n@d\ndef f():\n step(x)\n\nfor x in y: f()\n",
             4,
         ),
     ],
