@@ -6,6 +6,7 @@ Static and by name: a function counts as reached only through a condition if eve
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,8 @@ from model_check.diagnose.source import source_lines
 
 _MOST_CALLERS = 3  # functions up from the line
 _NO_FAULTS = frozenset({"KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit"})
-_LEAVES = (ast.Raise, ast.Return, ast.Break)
+_MATCH = (ast.Match,)
+_SPEAKS = re.compile(r"print|log|warn|write|traceback|excepthook|exit|abort|kill|barrier|reduce|gather|broadcast")
 _GOES = (ast.Return, ast.Break, ast.Continue)  # not a raise: a check that all ranks pass looks the same
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -142,21 +144,96 @@ def is_outside(frame: Frame, loop: tuple[int, int]) -> bool:
 
 
 def swallowing_handler(frame: Frame) -> Handler | None:
-    """The handler around a line that lets the loop around it go on, so that the line is skipped and nothing is said."""
+    """What lets a rank go on without a line, and says nothing: an `except` that is silent, a `finally` that returns, a
+    `suppress`, in the line's own function, in a decorator of it or around its calls.
+
+    None where the source has another way past the line, such as an `if` or a `continue`: nobody could tell them apart.
+    """
     tree = _tree(frame.file, frame.root)
-    path = _path_to(tree, frame.line) if tree is not None else []
-    for at, node in enumerate(path):
-        in_body = isinstance(node, ast.Try) and any(_contains(child, frame.line) for child in node.body)
-        if not in_body or not any(isinstance(outer, (ast.For, ast.AsyncFor, ast.While)) for outer in path[:at]):
-            continue
-        assert isinstance(node, ast.Try), f"{type(node).__name__} has a body that is tried"
-        for handler in node.handlers:
-            caught = ast.unparse(handler.type) if handler.type is not None else ""
-            leaves = any(isinstance(inner, _LEAVES) for inner in ast.walk(handler))
-            if caught not in _NO_FAULTS and not leaves:
-                text = f"except {caught}:" if caught else "except:"
-                return Handler(text, Frame(frame.file, handler.lineno, frame.function, root=frame.root))
+    if tree is None:
+        return None
+    found = _swallower(tree, frame.line, _MOST_CALLERS)
+    if found is None or not _in_a_loop(tree, frame.line, _MOST_CALLERS):
+        return None
+    text, line = found
+    return Handler(text, Frame(frame.file, line, frame.function, root=frame.root))
+
+
+def _swallower(tree: ast.Module, line: int, callers: int) -> tuple[str, int] | None:
+    """Its text and its line."""
+    path = _path_to(tree, line)
+    for node in reversed(path):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if _leaves_before(node, line):
+                return None
+            around = [found for made in node.decorator_list if (found := _in_decorator(tree, made))]
+            calls = _calls_of(tree, node.name) if callers else []
+            around += [found for call in calls if (found := _swallower(tree, call, callers - 1))]
+            return around[0] if around else None
+        if isinstance(node, (ast.If, *_MATCH)):
+            return None
+        if (found := _swallows(node, line)) is not None:
+            return None if _leaves_before(node, line) else found
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and _leaves_before(node, line):
+            return None
     return None
+
+
+def _swallows(node: ast.AST, line: int | None) -> tuple[str, int] | None:
+    """Whether this statement catches in silence what `line` in it raises; None: what anything in it does."""
+    body = getattr(node, "body", [])
+    if line is not None and not any(_contains(child, line) for child in body if isinstance(child, ast.AST)):
+        return None
+    if isinstance(node, (ast.With, ast.AsyncWith)):
+        given = [item.context_expr for item in node.items]
+        named = [c for c in given if isinstance(c, ast.Call) and ast.unparse(c.func).rpartition(".")[2] == "suppress"]
+        faults = [c for c in named if not {ast.unparse(kind) for kind in c.args} <= _NO_FAULTS]
+        return (f"with {ast.unparse(faults[0])}:", node.lineno) if faults else None
+    if not isinstance(node, ast.Try):
+        return None
+    for handler in node.handlers:
+        caught = ast.unparse(handler.type) if handler.type is not None else ""
+        if caught not in _NO_FAULTS and not _speaks_or_ends(handler):
+            return (f"except {caught}:" if caught else "except:"), handler.lineno
+    leaving = [inner for inner in node.finalbody if isinstance(inner, _GOES)]
+    return (f"finally: {ast.unparse(leaving[0])}", leaving[0].lineno) if leaving else None
+
+
+def _speaks_or_ends(handler: ast.ExceptHandler) -> bool:
+    """The loop ends here, or a record of the exception would have been made when it printed or logged it."""
+    for node in ast.walk(handler):
+        if isinstance(node, (ast.Raise, ast.Break)):
+            return True
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).lower()
+            if _SPEAKS.search(called):
+                return True
+    return False
+
+
+def _leaves_before(outer: ast.AST, line: int) -> bool:
+    """Whether it can be left, or its round ended, ahead of a line by what is no exception."""
+    inner = [node for node in ast.walk(outer) if isinstance(node, (*_GOES, ast.Yield)) and node.lineno < line]
+    handled = [node for node in ast.walk(outer) if isinstance(node, ast.ExceptHandler)]
+    return any(not any(_contains(handler, node.lineno) for handler in handled) for node in inner)
+
+
+def _in_decorator(tree: ast.Module, made: ast.expr) -> tuple[str, int] | None:
+    """The handler in a decorator of the same file that swallows what the decorated function raises."""
+    name = made.func if isinstance(made, ast.Call) else made
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == getattr(name, "id", None)]
+    tried = [node for function in functions for node in ast.walk(function) if isinstance(node, (ast.Try, ast.With))]
+    return next((found for node in tried if (found := _swallows(node, None)) is not None), None)
+
+
+def _in_a_loop(tree: ast.Module, line: int, callers: int) -> bool:
+    path = _path_to(tree, line)
+    functions = [node for node in path if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    if any(isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for node in path):
+        return True
+    return bool(functions and callers) and any(
+        _in_a_loop(tree, call, callers - 1) for call in _calls_of(tree, functions[-1].name)
+    )
 
 
 def held_in_finally(stands: Frame, raised: Frame) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from model_check.diagnose.branches import rank_branch
@@ -18,6 +18,7 @@ from model_check.rundir.verdict import Certainty, Severity
 _OWN_GROUPS = "give each thread a process group of its own: dist.new_group(), made on the main thread of all ranks"
 _SAME_MODULES = "run the same modules, forward and backward, on all ranks: DDP or FSDP starts a collective for each"
 _UNUSED = "where a parameter may get no gradient on a rank: DistributedDataParallel(…, find_unused_parameters=True)"
+_IN_STEP = frozenset({"forward", "backward", "data", "collective"})  # which call an exception left
 _SHORT = {
     "op": "MC201",
     "root": "MC221",
@@ -55,16 +56,18 @@ def _finding(evidence: Evidence, divergence: Divergence) -> Finding:
         return uneven_finding(evidence, short, set(divergence.calls) - set(short), _calls(divergence))
     frames = {rank: issue.frame for rank, issue in divergence.calls.items() if issue.frame is not None}
     early = left_their_loop(evidence, frames) if _calls_differ(divergence) else []
+    if (unseen := _skipped_by_a_handler(evidence, divergence, early or divergence.guilty)) is not None:
+        return unseen
     if early:
         return uneven_steps_finding(evidence, early, set(divergence.calls) - set(early), _calls(divergence))
-    return _skipped_by_a_handler(evidence, divergence) or _plain(evidence, divergence)
+    return _plain(evidence, divergence)
 
 
-def _skipped_by_a_handler(evidence: Evidence, divergence: Divergence) -> Finding | None:
+def _skipped_by_a_handler(evidence: Evidence, divergence: Divergence, suspects: Sequence[int]) -> Finding | None:
     """One rank is past a call that the others make in a `try` whose handler goes on without it."""
-    if divergence.manner != "missing" or divergence.kind != "op" or len(divergence.guilty) != 1:
+    if divergence.manner == "order" or divergence.kind != "op" or len(suspects) != 1:
         return None
-    (rank,) = divergence.guilty
+    (rank,) = suspects
     lost = next((i for r, i in divergence.calls.items() if r != rank and i.frame is not None), None)
     if lost is None or lost.frame is None:
         return None
@@ -250,4 +253,11 @@ def _swallowed_before(evidence: Evidence, divergence: Divergence) -> tuple[int, 
         record = last_swallowed(evidence, rank, before=divergence.calls[rank].t)
         if record is not None:
             return rank, record
+    # Of two ranks the history may blame the one that did as ever: whoever skipped a call is ahead of it in its steps.
+    behind = min((divergence.calls[rank].step for rank in suspects), default=-1)
+    for rank, issue in divergence.calls.items():
+        if rank not in suspects and issue.step > behind:
+            record = last_swallowed(evidence, rank, before=issue.t)
+            if record is not None and record.get("during") in _IN_STEP:
+                return rank, record
     return None

@@ -290,6 +290,8 @@ def _sentences(records: list[tuple[int, Mapping[str, Any]]], record: Mapping[str
             lines.append(f"observed: before it, {_range_text(entry)}")
     if samples := _list(record.get("sample_ids")):
         lines.append(f"observed: samples of the batch {_shortened(samples)}")
+    for number, index in list(zip(samples, _list(record.get("dataset_ids")), strict=False))[:_RANGES_SHOWN]:
+        lines.append(f"observed: dataset index {index} (sample {number} of the batch)")
     steps = sorted({whole(seen.get("step")) for _, seen in records})
     if len(steps) > 1:
         lines.append(f"observed: again in {len(steps) - 1} later step{'s' if len(steps) > 2 else ''}, last {steps[-1]}")

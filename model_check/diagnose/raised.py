@@ -204,11 +204,18 @@ def _held_on_its_way_out(rank: RankEvidence, record: Mapping[str, Any]) -> Frame
     return stands if held else None
 
 
+def _hears_handlers(rank: RankEvidence) -> bool:
+    """From Python 3.12 on every handler of the script's is on record: where there is none, nothing was caught."""
+    major, _, rest = str(rank.header.get("python") or "").partition(".")
+    minor = rest.partition(".")[0]
+    return major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= (3, 12)
+
+
 def unseen_swallow_finding(
     evidence: Evidence, rank: int, lost: Frame, victims: Iterable[int], facts: list[str], shown_at: float | None
 ) -> Finding | None:
     """MC302 without a record: the rank is short of a call at `lost`, and a handler around it goes on; None: no such."""
-    handler = swallowing_handler(lost)
+    handler = None if _hears_handlers(evidence.of(rank)) else swallowing_handler(lost)
     if handler is None:
         return None
     return make_finding(
@@ -219,8 +226,8 @@ def unseen_swallow_finding(
         frame=handler.frame,
         evidence=[
             *facts,
-            f"inferred: the calls at {lost.site} stand in a `try` of a loop, and `{handler.text}` at "
-            f"{handler.frame.site} goes on with the next round without them",
+            f"inferred: what stops the call at {lost.site} is caught by `{handler.text}` at {handler.frame.site}, in "
+            "silence, and the rank goes on without it; the source has no other way past it",
             "observed: no record says which line raised: the handler printed nothing, and no recorded call was left",
         ],
         certainty="proven",

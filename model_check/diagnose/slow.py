@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from model_check.diagnose.evidence import (
     P2P_OPS,
@@ -24,7 +25,7 @@ from model_check.diagnose.evidence import (
     frame_of,
 )
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame
+from model_check.diagnose.frames import Frame, whole
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
 
@@ -300,8 +301,12 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
     if not points or _paused(rank, points, evidence) > LEAK_PAUSED * (points[-1][0] - points[0][0]):
         return None
     slope = _slope(points)
-    frame = _phase_frame(rank, "forward")
-    place = ["observed: the line is the forward of the step that ran; what holds the memory is not known"]
+    told = [record for record in rank.happened("growth") if record.get("now")]
+    frame, place = _what_grows(told[-1], rank) if told else (None, [])
+    if frame is None:
+        frame = _phase_frame(rank, "forward")
+        where = "what holds the memory is not known" if not place else "the line that fills it is not known"
+        place = [*place, *([f"observed: the line is the forward of the step that ran; {where}"] if frame else [])]
     return make_finding(
         "MC705",
         f"the memory of rank {rank.rank} grows by {slope * 3600 / _GIB:.2f} GiB an hour",
@@ -310,7 +315,7 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
         evidence=[
             f"observed: resident memory rose from {points[0][1] / _GIB:.2f} to {points[-1][1] / _GIB:.2f} GiB "
             f"in {points[-1][0] - points[0][0]:.0f} s of training",
-            *(place if frame is not None else []),
+            *place,
             _forecast(slope, points[-1][1], evidence),
         ],
         severity="warning",
@@ -323,6 +328,21 @@ def _paused(rank: RankEvidence, points: _Points, evidence: Evidence) -> float:
     far = max(STALL_FLOOR_S, STALL_STEPS * (evidence.median_step_s or 0.0))
     gaps = [(max(a, points[0][0]), min(b, points[-1][0])) for a, b in pairwise(rank.step_times) if b - a > far]
     return sum(end - begin for begin, end in gaps if end > begin)
+
+
+def _what_grows(record: Mapping[str, Any], rank: RankEvidence) -> tuple[Frame | None, list[str]]:
+    """The container that grew between the rank's own two counts, and the line that fills it, as far as it is known."""
+    kind, name = record.get("container"), str(record.get("name") or "")
+    called = f"`{name}`, a {kind} of {record.get('file')}," if name else f"a {kind} without a name"
+    size = whole(record.get("bytes"))
+    about = f", about {size / (1 << 20):.1f} MiB in all" if size else ""
+    grew = f"grew from {record.get('before')} to {record.get('now')} items in {record.get('seconds')} s{about}"
+    lines = [f"observed: {called} {grew}", f"observed: its newest item is a {record.get('item')}"]
+    line = whole(record.get("line"))
+    if line <= 0:
+        return None, lines
+    frame = Frame(str(record.get("file")), line, "", root=rank.cwd)
+    return frame, [*lines, f"inferred: {frame.site} is the only line that fills it"]
 
 
 def _held(sample: ProcSample) -> int:

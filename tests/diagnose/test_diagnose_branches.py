@@ -125,6 +125,37 @@ def test_a_handler_that_goes_on_with_the_loop(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("def f():\n    step(x)\n\nfor x in xs:\n    try:\n        f()\n    except KeyError:\n        pass\n", 7),
+        ("for x in xs:\n    with suppress(KeyError):\n        step(x)\n", 2),
+        ("def f():\n    try:\n        step(x)\n    finally:\n        return 1\n\nwhile True:\n    f()\n", 5),
+        (
+            "def d(g):\n try:\n  g()\n except E:\n  return\n\n@d\ndef f():\n step(x)\n\nfor x in y: f()\n",
+            4,
+        ),
+    ],
+)
+def test_ways_to_go_on_without_a_line(tmp_path, source, line):
+    lost = next(n for n, text in enumerate(source.splitlines(), 1) if "step(x)" in text)
+    handler = swallowing_handler(at(tmp_path, source, lost))
+    assert handler is not None and handler.frame.line == line
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for x in xs:\n    try:\n        step(x)\n    except KeyError as e:\n        log.info(e)\n",  # was not heard
+        "for x in xs:\n    try:\n        if x:\n            step(x)\n    except KeyError:\n        pass\n",
+        "for x in xs:\n    try:\n        if x: continue\n        step(x)\n    except KeyError:\n        pass\n",
+    ],
+)
+def test_where_another_way_past_the_line_is_as_likely(tmp_path, source):
+    line = next(n for n, text in enumerate(source.splitlines(), 1) if "step(x)" in text)
+    assert swallowing_handler(at(tmp_path, source, line)) is None
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "try:\n    pass\n    step(x)\nexcept KeyError:\n    pass\n",  # no loop to go on with

@@ -170,7 +170,7 @@ def test_pieces_that_only_the_message_names_are_fragmentation(stage: Any) -> Non
 
 def test_without_any_size_nothing_is_said_to_take_most(stage: Any) -> None:
     finding = failed(stage, message="CUDA out of memory.", **UNWATCHED)
-    assert finding.code == "MC501" and finding.fix[0].startswith("halve batch_size")
+    assert finding.code == "MC501" and finding.fix[0].startswith("halve the batch")
 
 
 def test_one_tensor_larger_than_the_limit_of_a_rank_is_a_wrong_size(stage: Any) -> None:

@@ -18,7 +18,6 @@ HANG_S = 10.0  # the promise: from the fault to the finding
 CRASH_S = 2.0
 SLOW_S = 25.0  # a rate needs a history before it can be called one
 TREND_S = 45.0  # and a trend a longer one
-NOT_ITS_LINE = "what holds the memory is not known"
 
 Form = Literal["run", "python", "torchrun"]  # run SCRIPT · run -- python SCRIPT · run -- torchrun … SCRIPT
 Stdin = Literal["null", "open", "closed"]
@@ -89,6 +88,10 @@ def crash(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) 
 
 def slow(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -> Fault:
     return Fault(name, frozenset(codes.split()), ranks, SLOW_S, severity="warning", **more)  # type: ignore[arg-type]
+
+
+def leak(name: str, ranks: tuple[int, ...], *says: str) -> Fault:
+    return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", says=says)
 
 
 MISMATCHES = (
@@ -178,6 +181,11 @@ CRASHES = (
     hang("swallowed_oom", "MC302", (0,), severity="error", says=("out of memory",)),
     hang("swallowed_in_loader", "MC302", (1,), severity="error", nproc=3, says=("bad checksum",)),
     hang("swallowed_quietly", "MC302", (1,), severity="error", says=("except KeyError",)),
+    hang("swallowed_in_caller", "MC302", (1,), severity="error", says=("except Exception:",)),
+    hang("swallowed_by_suppress", "MC302", (2,), nproc=3, severity="error", says=("suppress(KeyError)",)),
+    hang("swallowed_by_finally", "MC302", (0,), severity="error", says=("cannot be multiplied",)),
+    hang("swallowed_by_retry", "MC302", (1,), severity="error", says=("except (ValueError, OSError):",)),
+    hang("swallowed_epoch", "MC302", (0,), severity="error", says=("except TypeError:",)),
     crash("exception_ddp", "MC301", (1,), exit_code=1, says=("label 17 out of range",), quick=True),
     crash("exception_four_ranks", "MC301", (2,), nproc=4, exit_code=1, says=("KeyError",)),
     crash(
@@ -232,15 +240,16 @@ SLOWNESS = (
     slow("straggler", "MC701", (1,)),
     slow("data_bound", "MC702", (0, 1)),
     slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
-    Fault("leak", frozenset({"MC705"}), (0,), TREND_S, severity="warning", says=(NOT_ITS_LINE,)),
-    Fault("leak_of_objects", frozenset({"MC705"}), (1,), TREND_S, severity="warning", says=(NOT_ITS_LINE,)),
+    leak("leak", (0,), "`history`, a list of", "Tensor float32[2048, 64]", "with its graph"),
+    leak("leak_of_objects", (1,), "`seen`, a dict of", "dict of (sample: str"),
+    leak("leak_in_attribute", (1,), "`outputs`, a deque of", "Tensor float32[512, 64] on cpu"),
 )
 
 FRAMEWORKS = (
     hang("lightning_rank0_log", "MC206 MC207", (0,), severity="error"),
     crash("trainer_collator_fails", "MC301", (1,), exit_code=1, says=("KeyError", "labels")),
     hang("accelerate_gather_main", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
-    slow("lightning_nan_sample", "MC404", (1,), says=("samples of the batch 5",)),
+    slow("lightning_nan_sample", "MC404", (1,), says=("samples of the batch 5", "dataset index")),
     slow("trainer_nan_in_loss", "MC401", (1,), says=("add in the loss code",)),
     slow("trainer_log_of_zero", "MC401", (1,), says=("takes the logarithm of 0", "loss code")),
 )
@@ -254,6 +263,7 @@ OTHER_LAUNCHERS = (
 
 NUMERICS = (
     slow("nan_sample", "MC404", (1,), says=("samples of the batch 5",)),
+    slow("nan_in_dataset", "MC404", (0,), says=("dataset index 237 (sample 7 of the batch)",)),
     slow("sqrt_at_zero", "MC402", (0,), says=("sqrt", "loss is finite")),
     slow("root_in_loss", "MC402", (1,), says=("sqrt", "loss code")),
     crash("half_overflow", "MC403", (0,), exit_code=1, flags=("--guard", "halt"), says=("65504", "wide")),

@@ -46,7 +46,9 @@ SLOWNESS: dict[str, Entry] = {
         "A list that keeps tensors with their graphs, a cache without a bound, copy-on-write pages of loader workers.",
         "The resident memory, pages of mapped files not counted, rises in nearly every sample for 20 seconds and 10 "
         "steps at least, and at the end about as fast as before. A cache that is still filling looks the same: when "
-        "growth ends, the warning is withdrawn. The line is that of the step's forward, not of what holds the memory.",
+        "growth ends, the warning is withdrawn. While its memory grows, the rank counts its containers twice, seconds "
+        "apart: the one that grew is named, with its newest item and the line that fills it. Where none grew, the line "
+        "is that of the step's forward.",
         (
             "append loss.item(), not loss",
             "look for caches and lists that grow with every step",

@@ -6,7 +6,6 @@ the bad gradients came from a peer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,8 +13,10 @@ from typing import Any, Literal
 import torch
 
 from model_check.observe.instrument import native
+from model_check.observe.instrument.drawn import indices_of
 from model_check.observe.instrument.graphlook import Sighting
 from model_check.observe.instrument.history import History
+from model_check.observe.instrument.hit_causes import batch_size, judged, odd
 from model_check.observe.instrument.inputs import Call
 from model_check.observe.instrument.losscode import LossCode
 from model_check.observe.instrument.lossline import LossOperation, Place
@@ -27,12 +28,10 @@ from model_check.observe.instrument.replaying import (
     samples_alone,
     samples_with_bad_input,
 )
-from model_check.observe.numerics.causes import GAIN, RATE_SHARE, TOO_FAST, Cause, Situation, judge_cause
+from model_check.observe.numerics.causes import TOO_FAST
 from model_check.observe.numerics.origins import Origin
-from model_check.observe.numerics.ranges import ModuleRange, checkable
+from model_check.observe.numerics.ranges import ModuleRange
 
-_OUTLIER = 100.0
-_LOST_GAIN = 1000.0  # no model that learns has weights which enlarge so much; a wide embedding may reach 100
 _MOST_REPLAYS = 8  # of the forwards of a step with many passes
 _FIXES = {
     "MC401": ("look at the named line and the numbers that go into it", "lower the learning rate"),
@@ -220,6 +219,17 @@ def bad_once_more(calls: Sequence[Call]) -> Call | None:
 def report_of(
     hit: Hit, history: History, *, rate: float, eps: float | None = None, all_read: bool = False
 ) -> dict[str, Any] | None:
+    """The body of the event, with the dataset's own numbers of its bad samples where a loader drew them."""
+    body = _report(hit, history, rate, eps, all_read)
+    if body is None or not body.get("sample_ids") or hit.call is None:
+        return body
+    given = list(tensors_in(hit.call.args, hit.call.kwargs))
+    size = next((tensor.shape[0] for tensor in given if tensor.dim()), 0)
+    indices = indices_of(hit.call.drawn, given, size)
+    return {**body, "dataset_ids": [indices[number] for number in body["sample_ids"]]} if indices is not None else body
+
+
+def _report(hit: Hit, history: History, rate: float, eps: float | None, all_read: bool) -> dict[str, Any] | None:
     """The body of the event, or None: nothing of this rank's own went wrong.
 
     `eps`: of the optimizer, if it has one. `all_read`: every gradient of every step is looked at.
@@ -282,7 +292,7 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
     file, line, function = hit.call.line() or ("", 0, "")
     with native.by_itself():
         samples = samples_with_bad_input(hit.call) or samples_alone(hit.call)
-    cause = _judged(hit, origin, history, samples if _odd(hit.call, samples) else None, rate)
+    cause = judged(hit, origin, history, samples if odd(hit.call, samples) else None, rate)
     evidence = list(cause.evidence)
     if not hit.replay.computes_loss and origin.direction == "backward":
         evidence.append("inferred: it was replayed with ones in place of the gradient of the script's own loss")
@@ -296,7 +306,7 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> d
         "tensor": origin.given or hit.own.bad.removeprefix("the ") or None,
         "ranges": [entry.record() for entry in _passed_before(origin, hit.replay)],
         "deterministic": True,
-        "sample_ids": samples if len(samples) < _batch_size(hit.call) else [],
+        "sample_ids": samples if len(samples) < batch_size(hit.call) else [],
     }
 
 
@@ -337,7 +347,7 @@ def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: fl
     elif found.samples:
         code = "MC404"
     elif hit.direction == "forward" and not found.made_it:
-        cause = _judged(hit, None, history, None, rate)
+        cause = judged(hit, None, history, None, rate)
         code, evidence = cause.code, [*cause.evidence, *evidence]
     return {
         **_with_advice_on(found.op.lower() if found.made_it else "", _body(hit, code, evidence)),
@@ -355,7 +365,7 @@ def _report_inside(hit: Hit, found: Sighting, history: History, rate: float) -> 
     call, made = found.call, found.made
     name = type(call.unwrapped).__name__.removeprefix("FSDP") if call is not None else None
     called = call.line() if call is not None else None
-    cause = _judged(replace(hit, call=call), None, history, None, rate)
+    cause = judged(replace(hit, call=call), None, history, None, rate)
     evidence = list(cause.evidence)
     code = "MC408" if made is not None and made.empty else "MC401" if made is None or made.note else cause.code
     if found.given:
@@ -388,7 +398,7 @@ def _report_without_line(hit: Hit, history: History, rate: float) -> dict[str, A
     if hit.replay is not None and hit.real_outputs_finite is False:
         evidence = ["observed: the forward's output was not finite; run once more on the same rank, it is", *_device()]
         return {**_body(hit, "MC409", evidence), "deterministic": False, "location": _line(hit.place)}
-    cause = _judged(hit, None, history, None, rate)
+    cause = judged(hit, None, history, None, rate)
     plain = [f"inferred: the operation is not known: {hit.why_not}"] if hit.why_not else []
     if hit.real_outputs_finite:
         plain.append("observed: what the model returned is finite: the loss code made it so")
@@ -420,7 +430,7 @@ def _report_unexplained_gradient(hit: Hit) -> dict[str, Any]:
 
 
 def _report_late(hit: Hit, history: History, rate: float) -> dict[str, Any]:
-    cause = _judged(hit, None, history, None, rate)
+    cause = judged(hit, None, history, None, rate)
     if cause.code in ("MC405", "MC406"):  # what the steps before tell: it needs no replay, and all ranks share it
         return {**_body(hit, cause.code, list(cause.evidence)), "location": _line(hit.place)}
     late = "inferred: the weights were overwritten before a check that makes nobody wait could know"
@@ -472,109 +482,3 @@ def _bad_inputs(hit: Hit) -> list[int]:
     if hit.call is None or hit.call.changed_its_input or hit.why_not == "what its forward was given is no longer there":
         return []
     return samples_with_bad_input(hit.call)
-
-
-# The causes
-
-
-def _judged(hit: Hit, origin: Origin | None, history: History, samples: list[int] | None, step_rate: float) -> Cause:
-    """By the same rules as a step of our own trainer; what only a script shows comes after them."""
-    call = hit.call
-    usable = call is not None and not hit.why_not
-    found = judge_cause(
-        Situation(
-            origin=origin,
-            steps_done=history.steps,
-            rate=step_rate,
-            before=tuple(history.before),
-            weight_size=None,  # what a rate does to a weight depends on the script's optimizer
-            widest_gain=_widest_gain(call) if call is not None and history.steps == 0 else None,
-            bad_samples=samples,
-            batch_samples=_batch_size(call) if call is not None and usable else 0,
-            ignored_labels=False,
-            scale=None,
-            last_good_scale=None,
-            reproduced=True,
-        )
-    )
-    if found.code == "MC403" and TOO_FAST not in found.evidence:
-        return Cause("MC403", (*found.evidence, *_made_by_the_rate(hit, history, step_rate)))
-    if found.code in ("MC401", "MC406") and (jump := history.rate_jump()) is not None:
-        jumped = f"observed: the learning rate went from {jump[0]:g} to {jump[1]:g}, and the loss left its level"
-        return Cause("MC405", (jumped, f"observed: losses {history.shown()}", *found.evidence))
-    # Of numbers that have grown without end the derivative overflows before the loss does: that is no pole.
-    if found.code in ("MC401", "MC402"):
-        loss = math.nan if hit.late else hit.loss  # of a late one the loss is among those before
-        if history.diverges_from_the_start(loss):
-            grew = f"observed: the loss grew with every update since the first: {history.shown(loss)}"
-            return Cause("MC405", (grew, f"observed: learning rate {step_rate:g}", *found.evidence))
-        if enlarged := _enlarged_by_one_update(hit, history):
-            return Cause("MC405", (enlarged, *found.evidence))
-    return found
-
-
-def _enlarged_by_one_update(hit: Hit, history: History) -> str:
-    """Behind a model that normalises, the loss shows nothing of weights that one update has made enormous."""
-    if hit.call is None or not history.steps:
-        return ""
-    widest = _widest_gain(hit.call)
-    if widest is None or widest[1] < _LOST_GAIN:
-        return ""
-    size = _deviation(hit.call, widest[0])
-    rate = max((step.lr for step in history.before), default=0.0)
-    return _enlarges(history, rate, *widest, size) if rate >= RATE_SHARE * size else ""
-
-
-def _made_by_the_rate(hit: Hit, history: History, rate: float) -> tuple[str, ...]:
-    """What shows that the updates, and not the format, are why a number is too large for float16."""
-    if history.diverges_from_the_start():
-        grew = f"observed: the loss grew with every update since the first: {history.shown()}"
-        return grew, f"observed: learning rate {rate:g}", TOO_FAST
-    widest = _widest_gain(hit.call) if hit.call is not None and history.steps else None
-    if hit.call is None or widest is None or widest[1] < GAIN:
-        return ()
-    size = _deviation(hit.call, widest[0])
-    # An optimizer like Adam moves each weight by about the rate: fewer updates cannot have made it so large.
-    if not rate * history.steps >= RATE_SHARE * size:
-        return ()
-    return _enlarges(history, rate, *widest, size), TOO_FAST
-
-
-def _enlarges(history: History, rate: float, parameter: str, gain: float, size: float) -> str:
-    often = f"{history.steps} update{'s' if history.steps > 1 else ''}"
-    large = f"{parameter} (deviation {size:.3g}) enlarges what passes through it {gain:.3g} times"
-    return f"observed: after {often} at a learning rate of {rate:g}, {large}"
-
-
-def _deviation(call: Call, parameter: str) -> float:
-    return float(call.unwrapped.get_parameter(parameter).detach().float().std())
-
-
-def _widest_gain(call: Call) -> tuple[str, float] | None:
-    """The parameter that enlarges what passes through it most, and by how much. One in shards would ask all ranks."""
-    gains = [
-        (name, float(parameter.detach().float().std()) * math.sqrt(parameter[0].numel()))
-        for name, parameter in call.unwrapped.named_parameters()
-        if parameter.dim() >= 2 and parameter.shape[0] > 1 and finite(parameter)
-        if not hasattr(parameter, "_local_tensor")
-    ]
-    return max(gains, key=lambda gain: gain[1], default=None)
-
-
-def _odd(call: Call, samples: list[int]) -> bool:
-    """These samples hold numbers that are not finite, or far outside those of the others: the data is to blame."""
-    args, kwargs = call.given()
-    for tensor in tensors_in(args, kwargs):
-        if not checkable(tensor) or not tensor.dim() or not 0 < len(samples) < tensor.shape[0]:
-            continue
-        sizes = tensor.detach().reshape(tensor.shape[0], -1).abs().amax(dim=1).tolist()
-        others = sorted(size for number, size in enumerate(sizes) if number not in samples)
-        usual = max(others[len(others) // 2], 1e-6)
-        if all(not sizes[number] <= _OUTLIER * usual for number in samples):
-            return True
-    return False
-
-
-def _batch_size(call: Call) -> int:
-    first = next(tensors_in(*call.given()), None)
-    return first.shape[0] if first is not None and first.dim() else 0

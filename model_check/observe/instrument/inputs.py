@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.drawn import RECENT, Drawn
 from model_check.observe.instrument.readings import tensors_in
 from model_check.observe.numerics.ranges import checkable, is_finite
 
@@ -79,6 +80,7 @@ class Call:
     wrapper: Any = None  # as whose forward the training step is run that made this call
     outputs: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
     changed_its_input: bool = False  # in place, by its own forward
+    drawn: tuple[Drawn, ...] = ()  # the newest batches of loaders when it began
 
     @property
     def unwrapped(self) -> Any:
@@ -175,6 +177,7 @@ class Inputs:
         call.nbytes = sum(tensor.nbytes for tensor in tensors_in(call.args, call.kwargs) if not tensor.requires_grad)
         call.args, call.kwargs = _map(call.args, _borrow), _map(call.kwargs, _borrow)
         call.autocast = _autocast()
+        call.drawn = tuple(RECENT)
         self.calls.append(call)
         self._stay_small()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+from model_check.observe.instrument import growth
 from model_check.observe.instrument.box import BOX
 
 _PERIOD_S = 5.0
@@ -32,3 +33,8 @@ def mark_now_and_then() -> None:
     """After a step: a mark every few seconds."""
     if time.monotonic() >= _Clock.next_mark:
         mark("step")
+        if BOX.recorder is not None:
+            try:
+                growth.look(resident_bytes())
+            except Exception as error:  # objects of the script's may do anything when they are asked
+                BOX.event("growth_failed", error=f"{type(error).__name__}: {error}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from model_check.errors import NumericsError
-from model_check.observe.instrument import memory, now
+from model_check.observe.instrument import drawn, memory, now
 from model_check.observe.instrument.box import BOX, GUARD_VARIABLE, SpanKind
 from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.now import (
@@ -96,10 +96,29 @@ def _during_backward(original: Original) -> Original:
     return call
 
 
+def _handing_out(original: Original) -> Original:
+    """The same function; which samples it hands out is remembered."""
+
+    @functools.wraps(original)
+    def call(self: Any) -> Any:
+        try:
+            batch = original(self)
+        except StopIteration:
+            raise
+        except BaseException:
+            drawn.handed_out(self, None)
+            raise
+        drawn.handed_out(self, batch)
+        return batch
+
+    return call
+
+
 def patch_loader(module: Any) -> None:
     """torch.utils.data.dataloader: each batch, the start of an iterator, and the workers behind it."""
     base = module._BaseDataLoaderIter
-    base.__next__ = spanned(_during_data(base.__next__), "data", adopt=True)
+    drawn.watch(base)
+    base.__next__ = spanned(_during_data(_handing_out(base.__next__)), "data", adopt=True)
     module.DataLoader.__iter__ = spanned(
         module.DataLoader.__iter__, "data", describe=lambda args, kwargs: "iter", adopt=True
     )

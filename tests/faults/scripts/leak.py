@@ -14,8 +14,8 @@ model = DDP(torch.nn.Linear(64, 64))
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
 history = []
 for step in range(1200):
-    x = torch.randn(2048, 64)  # FAULT-ALSO
-    loss = model(x).pow(2).mean()  # FAULT-ALSO
+    x = torch.randn(2048, 64)
+    loss = model(x).pow(2).mean()
     loss.backward()
     opt.step()
     opt.zero_grad()

@@ -15,7 +15,7 @@ opt = torch.optim.SGD(model.parameters(), lr=0.01)
 seen = {}
 for step in range(1200):
     x = torch.randn(64, 64)
-    loss = model(x).pow(2).mean()  # FAULT-ALSO
+    loss = model(x).pow(2).mean()
     loss.backward()
     opt.step()
     opt.zero_grad()
