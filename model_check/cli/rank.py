@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from model_check.checkpoint.peers import Peers
+from model_check.cli.before_ranks import check_data
 from model_check.cli.rank_start import begin_rank, print_line
 from model_check.config import Config, to_jsonable
-from model_check.data import check_vocabulary, load_tokenizer, prepare
+from model_check.data import load_tokenizer, prepare
 from model_check.engine.data_spec import data_spec
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place, join, leave
@@ -23,7 +24,6 @@ from model_check.engine.profile import profiled
 from model_check.engine.saving import Saving, open_saver
 from model_check.engine.worker import build, continue_from, fit, open_loader
 from model_check.launch import RankContext, step_line
-from model_check.models import Llama
 from model_check.observe.instrument import memory, outofmemory
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.spans import span
@@ -145,6 +145,7 @@ def _train(context: RankContext, order: TrainOrder) -> None:
             turn.enter_context(in_turn(run_dir.root / "start" / f"{os.uname().nodename}.lock"))
         load_tokenizer(config.data.tokenizer)
         data = prepare(data_spec(config))
+    check_data(config, place.world_size, data)
     MARKS.passed(4)
     with MARKS.calling(f"init_process_group with backend={config.system.backend or 'auto'}"):
         join(
@@ -158,8 +159,6 @@ def _train(context: RankContext, order: TrainOrder) -> None:
         built = build(config, place)
     session = built.with_data(open_loader(config, place, data.train), data.valid)
     MARKS.passed(7)
-    if isinstance(session.bare_model, Llama):
-        check_vocabulary(data.train, session.bare_model.shape.vocab_size)
     marks.reach("POST-MODEL")
     if place.is_first and place.world_size > 1:
         say(f"layout: {session.layout.describe()}")

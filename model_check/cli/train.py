@@ -207,7 +207,9 @@ def _train_as(
     if config.launch.memory_limit_gb is not None:
         _limit_one_rank(context, config.launch.memory_limit_gb)
     with _gate_of_one_rank(config, context):
+        from model_check.cli.before_ranks import check_weights
         from model_check.cli.rank import TrainOrder, train_rank
+    check_weights(fitted.config, resume)
     if context.rank == 0:
         _write_identity(directory, fitted)
     train_rank(context, TrainOrder(fitted.config, resume, verbose_init=verbose_init))
@@ -247,6 +249,9 @@ def _train_here(
     _check_vocabulary_cut(config)
     _check_what_is_here(config, on_gpu=bool(chosen))
     _warn_of_a_large_model_on_the_cpu(config, chosen)
+    with without_looking_for_garbage():
+        from model_check.cli.before_ranks import check_weights
+    check_weights(config, resume)
     job = Job.meeting_at(rdzv_endpoint) if rdzv_endpoint and nnodes > 1 else Job.alone()
     directory, claim = enter_dir(job, resuming=resume is not None, resume_flag="--resume auto")
     with claim:
@@ -266,6 +271,7 @@ def _train_in(
     verbose_init: bool,
 ) -> int:
     with without_looking_for_garbage():
+        from model_check.cli.before_ranks import check_data
         from model_check.cli.prepare import prepare_with_progress
         from model_check.cli.rank import TrainOrder, train_rank
         from model_check.cli.summary import summary_lines
@@ -281,7 +287,7 @@ def _train_in(
     config = fitted.config
     _write_identity(directory, fitted)
     with _verdict_before_the_ranks(directory, ranks * nnodes):
-        prepare_with_progress(config)
+        check_data(config, ranks * nnodes, prepare_with_progress(config))
     limits = Limits(kill_after_s=config.launch.hang_kill_after_s, io_kill_after_s=config.launch.io_kill_after_s)
     supervisor = supervisor_for(directory, limits)
     result = launch_job(

@@ -44,13 +44,20 @@ def index_of(files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> dict[s
     }
 
 
-def files_in_index(text: str) -> list[str]:
-    """The files an index names; ValueError where it is no index, or names a file outside its own folder."""
+def tensors_in_index(text: str) -> dict[str, list[str]]:
+    """Each file that an index names, with its tensors; ValueError where it is no index, or names another folder."""
+    files: dict[str, list[str]] = {}
     try:
-        names = sorted(set(json.loads(text)["weight_map"].values()))
+        for tensor, name in json.loads(text)["weight_map"].items():
+            files.setdefault(name, []).append(tensor)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError("it is not an index of safetensors") from error
-    for name in names:
+    for name in files:
         if not isinstance(name, str) or PurePath(name).name != name:
             raise ValueError(f"it points outside its folder ({name})")
-    return names
+    return {name: files[name] for name in sorted(files)}
+
+
+def files_in_index(text: str) -> list[str]:
+    """The files an index names; ValueError as above."""
+    return list(tensors_in_index(text))

@@ -77,9 +77,10 @@ class BatchLoader:
             raise DataError(f"rank {rank} is not one of {world_size} ranks", code="MC903")
         if self.samples < self.global_batch:
             raise DataError(
-                f"the data gives {self.samples} samples of {context_length} tokens, fewer than one global batch of "
-                f"{self.global_batch} ({world_size} ranks × batch {batch_size} × accumulation {grad_accum})",
-                remedy="use more documents, a shorter context_length, or a smaller batch",
+                f"{cache.manifest.origin.get('dataset', 'the data')} gives {self.samples} samples of {context_length} "
+                f"tokens, fewer than one global batch of {self.global_batch} "
+                f"({world_size} ranks × batch {batch_size} × accumulation {grad_accum})",
+                remedy="use more text, a shorter training.context_length, or a smaller training.batch_size",
                 code="MC904",
             )
         self._cache = cache

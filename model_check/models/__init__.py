@@ -7,7 +7,7 @@ from model_check.models.initialize import build_empty_model, build_meta_model, b
 from model_check.models.llama import Attention, Block, FeedForward, Llama, RMSNorm
 from model_check.models.loss import IGNORED, fused_linear_cross_entropy, plain_linear_cross_entropy
 from model_check.models.simple import SimpleModel
-from model_check.models.weights import hugging_face_name, load_pretrained, own_name, save_pretrained
+from model_check.models.weights import check_pretrained, hugging_face_name, load_pretrained, own_name, save_pretrained
 
 __all__ = [
     "BACKENDS",
@@ -22,6 +22,7 @@ __all__ = [
     "build_empty_model",
     "build_meta_model",
     "build_model",
+    "check_pretrained",
     "config_from_shape",
     "fused_linear_cross_entropy",
     "hugging_face_name",

@@ -9,14 +9,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from model_check.config.shapes import ModelShape
 from model_check.config.shard_index import (
@@ -24,8 +24,8 @@ from model_check.config.shard_index import (
     SHARD_BYTES,
     SINGLE_FILE,
     cut_into_files,
-    files_in_index,
     index_of,
+    tensors_in_index,
 )
 from model_check.errors import ModelError
 from model_check.models.distribute import fill
@@ -51,6 +51,9 @@ _OURS_INSIDE_A_LAYER = {theirs: ours for ours, theirs in _INSIDE_A_LAYER.items()
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 _THEIR_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MOST_NAMES_IN_A_MESSAGE = 8
+# Others, such as the integers of a quantized model, are no weights without what scales them.
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_POINTER = b"version https://git-lfs"
 
 
 def hugging_face_name(name: str) -> str:
@@ -76,15 +79,29 @@ def load_pretrained(model: Llama, source: str | Path) -> None:
 
     Every name and shape is checked before the first value is copied. Values are cast to the model's dtype.
     """
-    folder = pretrained_folder(source, weights=True)
-    files = _weight_files(folder)
     parameters = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
-    _check_fit(parameters, _stored_shapes(files), model, folder)
-    for path in files:
+    for path in check_pretrained(model, source):
         with _open(path) as tensors:
             for name in tensors.keys():  # noqa: SIM118 — a safetensors file is not iterable
                 if name in parameters:
                     fill(parameters[name], tensors.get_tensor(name))
+
+
+def check_pretrained(model: Llama, source: str | Path) -> list[Path]:
+    """The files that fill `model`, which may be on the meta device; ModelError where they do not fit.
+
+    Reads headers alone.
+    """
+    folder = pretrained_folder(source, weights=True)
+    places = _weight_places(folder)
+    files = [folder / name for name in places]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {_some(missing)}", remedy="fetch the model again, or convert its weights to safetensors"
+        )
+    _check_fit(model, {path.name: _stored(path) for path in files}, places, folder)
+    return files
 
 
 def save_pretrained(
@@ -126,61 +143,87 @@ def save_pretrained(
     return target
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_places(folder: Path) -> dict[str, list[str]]:
+    """Each file of weights with the tensors that the index puts into it; one file alone has no index."""
     index = folder / INDEX_FILE
-    names = [SINGLE_FILE]
-    if index.is_file():
-        try:
-            names = files_in_index(index.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"{index} cannot be used, {error}", remedy="fetch the model again") from error
-    files = [folder / name for name in names]
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise ModelError(
-            f"{folder} lacks {_some(missing)}", remedy="fetch the model again, or convert its weights to safetensors"
-        )
-    return files
+    if not index.is_file():
+        return {SINGLE_FILE: []}
+    try:
+        return tensors_in_index(index.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{index} cannot be used, {why}", remedy="fetch the model again") from error
 
 
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a whole safetensors file ({error})", remedy="fetch the model again") from error
+        if _is_pointer(path):
+            raise ModelError(
+                f"{path} is a pointer of Git LFS, not the file itself", remedy="run git lfs pull"
+            ) from error
+        size = f"{path.stat().st_size:,} bytes" if path.exists() else "gone"
+        raise ModelError(
+            f"{path} is not a whole safetensors file ({size}; {error})", remedy="fetch the model again"
+        ) from error
 
 
-def _stored_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes from the headers alone."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        with _open(path) as tensors:
-            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
-    return shapes
+def _is_pointer(path: Path) -> bool:
+    """What a clone without Git LFS has in the place of each large file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What a header says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _stored(path: Path) -> dict[str, _Stored]:
+    with _open(path) as tensors:
+        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        return {name: _Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
 
 
 def _check_fit(
-    parameters: Mapping[str, Tensor], stored: Mapping[str, tuple[int, ...]], model: Llama, folder: Path
+    model: Llama, found: Mapping[str, Mapping[str, _Stored]], places: Mapping[str, list[str]], folder: Path
 ) -> None:
-    missing = [name for name in parameters if name not in stored]
+    parameters = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
+    stored = {name: part for parts in found.values() for name, part in parts.items()}
+    file_of = {name: file for part in (places, found) for file, names in part.items() for name in names}
     # A pipeline stage takes its own share; what the other stages hold is no surprise in the file.
     known = {hugging_face_name(name) for name, _ in build_meta_model(model.shape).named_parameters()}
-    unexpected = [name for name in stored if name not in known and not _may_be_left_out(name, model)]
-    misshaped = [
-        f"{name} {list(stored[name])} instead of {list(parameter.shape)}"
-        for name, parameter in parameters.items()
-        if name in stored and stored[name] != tuple(parameter.shape)
-    ]
-    faults = [
-        f"{len(names)} {kind}: {_some(names)}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshaped))
-        if names
-    ]
-    if faults:
-        raise ModelError(
-            f"the weights in {folder} do not fit the model ({'; '.join(faults)})",
-            remedy="take model.* from that folder's config.json (model.model_path), changing num_layers alone",
-        )
+    here = {name: parameter for name, parameter in parameters.items() if name in stored}
+    kinds = {
+        "missing": [name for name in parameters if name not in stored],
+        "unexpected": [name for name in stored if name not in known and not _may_be_left_out(name, model)],
+        "of another shape": [
+            f"{name} {list(stored[name].shape)} instead of {list(parameter.shape)}"
+            for name, parameter in here.items()
+            if stored[name].shape != tuple(parameter.shape)
+        ],
+        "no floating-point numbers": [
+            f"{name} {stored[name].dtype}" for name in here if stored[name].dtype not in _FLOATING
+        ],
+    }
+    faults = [f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names]
+    if not faults:
+        return
+    blamed = {file_of[name.split()[0]] for names in kinds.values() for name in names if name.split()[0] in file_of}
+    where = folder / blamed.pop() if len(blamed) == 1 else folder
+    remedy = "take model.* from that folder's config.json (model.model_path), changing num_layers alone"
+    if kinds["missing"]:
+        remedy += "; if that is so, fetch the model again"
+    elif kinds["no floating-point numbers"]:
+        remedy = "name the model that is not quantized"
+    raise ModelError(f"the weights in {where} do not fit the model ({'; '.join(faults)})", remedy=remedy)
 
 
 def _may_be_left_out(name: str, model: Llama) -> bool:

@@ -277,8 +277,10 @@ def _gradient_width(load: Workload, layout: Layout) -> int:
 
 
 def _summed_width(load: Workload, layout: Layout) -> float:
-    """Bytes of a bf16 gradient at the end of a step: several micro-batches are summed in float32 (engine.gradient_sums),
-    and DDP's buckets stay beside the sums."""
+    """Bytes of a bf16 gradient at the end of a step.
+
+    Several micro-batches are summed in float32 (see engine.gradient_sums); DDP's buckets stay beside the sums.
+    """
     if load.micro_batches == 1:
         return 2.0
     return 4.0 + (2.0 if layout.data_parallel > 1 else 0.0)

@@ -12,7 +12,10 @@ from model_check.engine.optimizer import build_optimizer
 from model_check.engine.place import Place
 from model_check.engine.step import TrainStep
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 COUNT = 64
 
 
