@@ -61,6 +61,43 @@ print(sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"])
 dist.destroy_process_group()
 """
 
+COMPILED_DDP = """\
+import functools
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.layers[1].register_forward_hook(lambda module, args, output: output * 1.5)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+net = Net()
+compiled = functools.partial(torch.compile, backend="aot_eager")
+model = DDP(compiled(net)) if HOW == "inside" else compiled(DDP(net))
+opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
+for _ in range(4):
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    print(repr(loss.item()))
+from torch._dynamo.convert_frame import input_codes
+counters = torch._dynamo.utils.counters
+print(sorted(counters["graph_break"].items()), counters["stats"], counters["frames"])
+codes = [code for seen in input_codes.seen if (code := seen()) and "/torch/" not in code.co_filename]
+print(*sorted({f"{code.co_filename} {code.co_name}" for code in codes}), sep="\\n")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 TRAINER = """\
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -102,3 +139,20 @@ def test_a_framework_runs_as_it_does_without_us(
         assert len(ours.crumbs(rank, event="point", phase="step")) == steps
         assert {c.phase for c in ours.crumbs(rank, event="begin")} >= phases
         assert ours.ring(rank).open_spans() == []
+
+
+@pytest.mark.parametrize("how", ["inside", "around"])
+def test_the_compiler_sees_the_script_alone(tmp_path: Path, script: Callable[[str], Path], how: str) -> None:
+    """The same graphs, breaks, frames and warnings, and so the same bits of every loss, with the guard on."""
+    path = script(COMPILED_DDP.replace("HOW", repr(how)))
+    watched = {"MODEL_CHECK_GUARD": "observe"}
+    ours = run_ranks(path, RunDir.create(tmp_path / "with"), world=2, env=watched, timeout=200)
+    theirs = run_ranks(path, RunDir.create(tmp_path / "without"), world=2, inject=False, timeout=200)
+    assert theirs.codes == [0, 0], theirs.errors
+    assert ours.codes == [0, 0], ours.errors
+    assert [said.splitlines() for said in ours.outputs] == [said.splitlines() for said in theirs.outputs]
+    for with_box, without in zip(ours.errors, theirs.errors, strict=True):
+        assert with_box.count("does not know how to trace") == without.count("does not know how to trace")
+    for rank in range(2):
+        assert len(ours.crumbs(rank, event="point", phase="step")) == 4
+        assert ours.events("recording_failed", rank) == ours.events("guard_failed", rank) == []

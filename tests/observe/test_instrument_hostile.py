@@ -92,3 +92,27 @@ def test_what_atexit_prints_is_no_exit_of_the_scripts(run: Runner) -> None:
     seen = run("import atexit, sys\natexit.register(print, 'done', file=sys.stderr)\n")
     assert seen.codes == [0]
     assert [(event["code"], event["via"]) for event in seen.events("exit")] == [(0, "return")]
+
+
+UNPATCHABLE = """
+import pathlib, sys
+pathlib.Path("mlflow.py").write_text('''
+import sys, types
+class Closed(types.ModuleType):
+    def __setattr__(self, name, value):
+        raise TypeError("this module takes no attributes")
+def start_run():
+    return "run"
+sys.modules[__name__].__class__ = Closed
+''')
+sys.path.insert(0, ".")
+import mlflow
+print(mlflow.start_run())
+"""
+
+
+def test_a_module_that_cannot_be_patched_is_imported_all_the_same(run: Runner) -> None:
+    seen, plain = run(UNPATCHABLE), run(UNPATCHABLE, inject=False)
+    assert (seen.codes, seen.outputs) == (plain.codes, plain.outputs) == ([0], ["run\n"])
+    (event,) = seen.events("recording_failed")
+    assert event["error"].startswith("mlflow is not watched: ")

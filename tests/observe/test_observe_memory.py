@@ -211,6 +211,43 @@ def test_a_script_that_records_for_itself_is_not_stopped() -> None:
     assert history.calls == ["state", "all"]
 
 
+WITHOUT_AN_OPTIMIZER = """
+import sys, threading, torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from model_check.observe.instrument.outofmemory import _note_lines
+
+class History:
+    calls, ended = [], threading.Event()
+    def _record_memory_history(self, enabled, **options):
+        self.calls.append(enabled)
+        if enabled is None:
+            self.ended.set()
+
+history, taken_over = History(), History()
+taken_over.calls, taken_over.ended = [], threading.Event()
+_note_lines(taken_over, register_optimizer_step_post_hook, 0.3)
+taken_over._record_memory_history("all")
+_note_lines(history, register_optimizer_step_post_hook, 0.5)
+history.ended.wait(20)
+weight = torch.zeros(1, requires_grad=True)
+for _ in range(4):
+    weight.sum().backward()
+print(history.calls, taken_over.calls)
+"""
+
+
+def test_without_an_optimizer_lines_are_noted_for_a_while_only() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_AN_OPTIMIZER], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "['state', None] ['state', 'all']\n", done.stderr
+
+
+def test_a_process_ends_while_lines_are_still_noted() -> None:
+    """A script that ends early does not wait for us."""
+    script = WITHOUT_AN_OPTIMIZER.replace("0.5", "600").replace("history.ended.wait(20)", "")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "['state'] ['state', 'all']\n"), done.stderr
+
+
 def test_torch_still_has_what_is_asked_of_it() -> None:
     import inspect
 

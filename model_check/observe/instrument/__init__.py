@@ -13,7 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from model_check.observe.instrument import calls, endings, exceptions, gating, handlers, memory, outofmemory, outside
+from model_check.observe.instrument import (
+    calls,
+    compiler,
+    endings,
+    exceptions,
+    gating,
+    handlers,
+    memory,
+    outofmemory,
+    outside,
+)
 from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE, rank_from_environment
 from model_check.observe.instrument.imports import PostImport
 from model_check.observe.instrument.spans import span
@@ -104,6 +114,7 @@ def _patches() -> dict[str, Callable[[ModuleType], None]]:
         "torch.autograd": training("patch_autograd"),
         "torch.optim.optimizer": training("patch_optimizer"),
         "torch.amp.grad_scaler": training("patch_scaler"),
+        "torch._dynamo.eval_frame": compiler.patch_eval_frame,
         "torch._inductor.compile_fx": gating.patch_inductor,
     }
 

@@ -8,12 +8,14 @@ where the job has one.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from model_check.observe.instrument import compiler
 from model_check.observe.instrument.box import BOX, SpanKind
 from model_check.observe.instrument.gating import through_the_gate
 
@@ -34,18 +36,18 @@ class PostImport:
         """Takes its place in front, and catches up on what is already imported."""
         sys.meta_path.insert(0, self)
         replaced: dict[int, Any] = {}
-        for name, patch in self._patches.items():
+        for name in self._patches:
             module = sys.modules.get(name)
             if module is not None:
                 before = dict(vars(module))
-                patch(module)
+                self._patch(name, module)
                 changed = {key: new for key, new in vars(module).items() if before.get(key) is not new}
                 replaced |= {id(before[key]): new for key, new in changed.items() if key in before}
         if replaced:
             _replace_aliases(replaced)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if name not in self._watched or name in self._finding:
+        if (name not in self._watched and not name.startswith(compiler.OURS)) or name in self._finding:
             return None
         self._finding.add(name)
         try:
@@ -56,6 +58,18 @@ class PostImport:
             self._watch(name, spec.loader)
         return spec
 
+    def _patch(self, name: str, module: ModuleType) -> None:
+        """The script's import succeeds whatever happens to our patch."""
+        patch = self._patches.get(name)
+        if patch is None:
+            return
+        try:
+            patch(module)
+        except Exception as error:
+            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            said = f"{name} is not watched: {type(error).__name__}: {error}"
+            BOX.event("recording_failed", error=said, traceback=trace[-4000:])
+
     def _watch(self, name: str, loader: Any) -> None:
         execute = loader.exec_module
 
@@ -63,9 +77,9 @@ class PostImport:
             del loader.exec_module
             with _heavy_import(name) if name in self._slow else _nothing():
                 execute(module)
-            patch = self._patches.get(name)
-            if patch is not None:
-                patch(module)
+            self._patch(name, module)
+            if name.startswith(compiler.OURS):
+                compiler.imported(module)
 
         try:
             loader.exec_module = exec_module

@@ -159,15 +159,11 @@ def uninstall() -> None:
         _Registered.library = None
 
 
-@contextmanager
-def _dropping(listener: Listener | Told) -> Iterator[None]:
+def _drop(listener: Listener | Told, error: Exception) -> None:
     """A listener that fails is told no more: the call goes on."""
-    try:
-        yield
-    except Exception as error:
-        stop_listening(listener)  # type: ignore[arg-type]
-        stop_telling(listener)  # type: ignore[arg-type]
-        warnings.warn(f"a listener to collectives was dropped: {error!r}", RuntimeWarning, stacklevel=4)
+    stop_listening(listener)  # type: ignore[arg-type]
+    stop_telling(listener)  # type: ignore[arg-type]
+    warnings.warn(f"a listener to collectives was dropped: {error!r}", RuntimeWarning, stacklevel=4)
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
@@ -183,6 +179,7 @@ def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any],
     exchanges, overlaps_at = tensor_at is not None, operator.overlaps
     redispatch = target._handle.redispatch_boxed  # what `target.redispatch` calls, without a frame of its own
 
+    # No context manager here: Dynamo would compile contextlib's code for it, inside a compiled call.
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if _Registered.lone is not None and _Registered.lone.includes_this_thread():
             _Registered.lone.stop()
@@ -192,8 +189,10 @@ def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any],
         overlaps = overlaps_at is not None and (len(args) <= overlaps_at or bool(args[overlaps_at]))
         behind = None
         for told in _Registered.told:
-            with _dropping(told):
+            try:
                 behind = told(Exchange(given, args[group_at], overlaps)) or behind
+            except Exception as error:
+                _drop(told, error)
         if behind is None:
             return heard(keyset, args, kwargs)
         with torch.cuda.stream(behind):
@@ -205,12 +204,16 @@ def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any],
         tensor = None if tensor_at is None else args[tensor_at]
         listening = []
         for listener in _Registered.listeners:
-            with _dropping(listener):
+            try:
                 listening.append((listener, listener(op, tensor, unbox(args[group_at]))))
+            except Exception as error:
+                _drop(listener, error)
         result = record(keyset, args, kwargs)
         for listener, handed_over in listening:
-            with _dropping(listener):
+            try:
                 handed_over(result)
+            except Exception as error:
+                _drop(listener, error)
         return result
 
     def record(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

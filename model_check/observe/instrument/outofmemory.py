@@ -1,7 +1,7 @@
 """The moment memory runs out: who holds what, written down while everything is still alive.
 
 On a GPU torch's allocator calls us before it raises; a snapshot for PyTorch's memory viewer goes into dumps/, and what
-it says, summed up, into the rank's events and a JSON file beside it. Until a few steps are done the allocator also
+it says, summed up, into the rank's events and a JSON file beside it. For a few steps, or minutes, the allocator also
 notes the Python line behind each live block: most runs that do not fit show it by then, what stays from step to step
 has its line for good, and a run that goes well pays nothing any more. Host memory has no such allocator: there the
 exception is looked at on its way.
@@ -34,6 +34,7 @@ _HOST_MESSAGE = re.compile(r"std::bad_alloc|DefaultCPUAllocator|can't allocate m
 
 
 NOTED_STEPS = 3
+NOTED_S = 300.0  # where no optimizer of torch's makes a step
 
 
 class _Captured:
@@ -71,9 +72,10 @@ def _watch_allocator() -> None:
         BOX.event("recording_failed", error=f"{type(error).__name__}: {error}", traceback="")
 
 
-def _note_lines(memory: Any, after_each_step: Callable[..., Any]) -> None:
-    """Of blocks in use and of Python's frames only, until NOTED_STEPS steps are done.
+def _note_lines(memory: Any, after_each_step: Callable[..., Any], seconds: float = NOTED_S) -> None:
+    """Of blocks in use and of Python's frames only, until NOTED_STEPS steps are done or `seconds` have passed.
 
+    A script may never step an optimizer of torch's: it generates, or has an optimizer of its own.
     A script that records the history for itself, now or later, keeps what it asked for.
     """
     import torch
@@ -81,13 +83,22 @@ def _note_lines(memory: Any, after_each_step: Callable[..., Any]) -> None:
     if torch_records_history():
         return
     record = memory._record_memory_history
-    taken_over = False
+    ours, lock = True, threading.Lock()
 
     def asked_by_the_script(*arguments: Any, **options: Any) -> Any:
-        nonlocal taken_over
-        taken_over = True
-        memory._record_memory_history = record
-        return record(*arguments, **options)
+        nonlocal ours
+        with lock:
+            ours = False
+            memory._record_memory_history = record
+            return record(*arguments, **options)
+
+    def stop() -> None:
+        nonlocal ours
+        with lock:
+            if ours:
+                ours = False
+                memory._record_memory_history = record
+                record(None)
 
     steps = 0
 
@@ -99,13 +110,16 @@ def _note_lines(memory: Any, after_each_step: Callable[..., Any]) -> None:
         if not torch.compiler.is_compiling() and step_around(sys._getframe(1)) is not None:
             return
         steps += 1
-        if steps == NOTED_STEPS and not taken_over:
-            memory._record_memory_history = record
-            record(None)
+        if steps == NOTED_STEPS:
+            late.cancel()
+            stop()
 
+    late = threading.Timer(seconds, stop)
+    late.daemon = True
     record("state", context="state", stacks="python", max_entries=1)
     memory._record_memory_history = asked_by_the_script
     after_each_step(step_done)
+    late.start()
 
 
 def torch_records_history() -> bool:

@@ -143,9 +143,11 @@ def patch_module_call(module: Any) -> None:
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
         this = HERE.now
         inside = this.forward and this.wrapper is None
-        if inside or this.backward or this.data or torch.compiler.is_compiling():
+        if inside or this.backward or this.data:
             return original(self, *args, **kwargs)
         return _outermost_call(original, self, args, kwargs)
 
