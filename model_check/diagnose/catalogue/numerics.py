@@ -120,7 +120,7 @@ NUMERICS: dict[str, Entry] = {
         "random numbers of its own in an initialisation, memory that lost a bit.",
         "Every rank sums the bits of a few parameters, in turns, every 10 steps and later every 100; the sums of equal "
         "steps are compared: of parameters under DistributedDataParallel, and of those whose gradients the script "
-        "itself adds up over a group. Others may differ rightly. Where a majority of ranks agrees, the others are named.",
+        "itself adds up over a group. Others may differ rightly. Where most ranks agree, the others are named.",
         (
             "in a loop without DistributedDataParallel: broadcast the parameters from one rank before the first step",
             "change weights before the model is wrapped in DistributedDataParallel, or on all ranks alike",

@@ -18,7 +18,7 @@ from model_check.observe.instrument.readings import gradient_of
 
 LEARNED = 2  # steps
 _MOST_MODULES = 16
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 Group = tuple[int, ...]
 
