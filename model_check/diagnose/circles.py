@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from model_check.diagnose.catalogue import CATALOGUE
@@ -9,13 +10,14 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.routine import departures
-from model_check.diagnose.waits import Wait
+from model_check.diagnose.waits import Wait, stuck_ranks
 from model_check.rundir import Finding
 
 _BACK_IN_ORDER = "look at the named line: there the rank calls something else than in its earlier steps"
 
 
 def cycle_finding(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait]) -> Finding:
+    """Proven where each wait of the circle is; else seen in a job that stands still, which may yet go on."""
     lines = []
     for rank in cycle:
         wait = waits[rank]
@@ -23,13 +25,18 @@ def cycle_finding(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait
         group = f" in group {wait.group}" if wait.group else ""
         lines.append(f"observed: rank {rank} waits in {wait.what}{group}{where} for {ranks_text(wait.on)}")
     lines.append("inferred: every rank of the circle needs another one to move first; none can")
-    left = departures(evidence, cycle)
-    guilty = [departure.rank for departure in left] or cycle
+    proven = all(waits[rank].firm for rank in cycle)
+    stuck = sorted(stuck_ranks(waits, firm=proven))
+    left = departures(evidence, stuck)
+    blamed, why = _to_blame(cycle, {rank: waits[rank] for rank in stuck}) if not left else ([], "")
+    guilty = [departure.rank for departure in left] or blamed or cycle
     first = min(guilty)
     title = f"{ranks_text(cycle)} wait for each other in a circle"
     if left:
         title += f", since {ranks_text(guilty)} left {'its' if len(left) == 1 else 'their'} usual order"
         lines += [f"inferred: rank {d.rank} left the order of its own earlier calls: {d.text}" for d in left]
+    else:
+        lines.append(why or "inferred: nothing says which of them is wrong, so all of them are named")
     return make_finding(
         "MC218",
         title,
@@ -37,13 +44,55 @@ def cycle_finding(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait
         victims=[rank for rank in waits if rank not in guilty],
         frame=left[0].frame if left else waits[first].frame,
         evidence=lines,
-        certainty="proven",
+        certainty="proven" if proven else "observed",
+        severity="error" if proven or evidence.killed_as_hung else "warning",
         step=evidence.of(first).step,
         phase=waits[first].kind,
         fix=(_BACK_IN_ORDER, *CATALOGUE["MC218"].fix) if left else (),
         began=max(waits[rank].since for rank in cycle),
         now=evidence.now,
     )
+
+
+def _to_blame(cycle: list[int], stuck: Mapping[int, Wait]) -> tuple[list[int], str]:
+    """Where no history decides: who names the wrong rank in a message, or who is not where most of the ranks are."""
+    if (wrong := _wrong_peer(stuck)) is not None:
+        return wrong
+    places = {rank: (wait.what, wait.group, wait.seq) for rank, wait in stuck.items() if wait.kind == "collective"}
+    common, most = Counter(places.values()).most_common(1)[0] if places else (None, 0)
+    apart = [rank for rank in cycle if places.get(rank) != common]
+    if 2 * most <= len(stuck) or len(stuck) < 3 or not apart:
+        return [], ""
+    together = [rank for rank, place in places.items() if place == common]
+    return apart, (
+        f"inferred: {ranks_text(together)} are in one {stuck[together[0]].what}, "
+        f"{ranks_text(apart)} {'is' if len(apart) == 1 else 'are'} not; whoever it waits for may be wrong as well"
+    )
+
+
+def _wrong_peer(waits: Mapping[int, Wait]) -> tuple[list[int], str] | None:
+    """The rank whose message is for a rank that has none for it, while another rank waits for the counterpart.
+
+    Rank 1 sends to rank 2, rank 2 receives from rank 3, and rank 3 exchanges nothing with it: rank 2 is wrong.
+    """
+    messages = {rank: wait for rank, wait in waits.items() if wait.kind == "p2p" and wait.peer >= 0}
+    found = {
+        rank: f"inferred: rank {other} waits in {theirs.what}, rank {rank} in {wait.what}, which has no message for it"
+        for rank, wait in messages.items()
+        if wait.peer in waits and (wait.peer not in messages or messages[wait.peer].peer != rank)
+        for other, theirs in messages.items()
+        if theirs.peer == rank and other != wait.peer and theirs.op != wait.op
+    }
+    if len(found) > 1:  # most of those at its line name another rank
+        found = {rank: why for rank, why in found.items() if _usual_peer(messages, rank) != messages[rank].peer}
+    return (list(found), next(iter(found.values()))) if len(found) == 1 else None
+
+
+def _usual_peer(messages: Mapping[int, Wait], rank: int) -> int:
+    same = [
+        wait.peer for wait in messages.values() if (wait.op, wait.frame) == (messages[rank].op, messages[rank].frame)
+    ]
+    return Counter(same).most_common(1)[0][0]
 
 
 def all_wait_finding(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding:

@@ -265,7 +265,7 @@ def _crossed_pair(table: GroupTable, start: int) -> Divergence | None:
     mine = table.issues[first]
     for rank in others:
         theirs = table.issues[rank]
-        for seq in (s for s in mine if s >= start and s in theirs and mine[s].frame != theirs[s].frame):
+        for seq in (s for s in mine if s >= start and s in theirs and mine[s].key != theirs[s].key):
             for later in range(seq + 1, seq + 1 + _CROSSING_REACH):
                 both = later in mine and later in theirs
                 if both and _crosses(mine[seq], theirs[seq], mine[later], theirs[later]):
@@ -277,7 +277,7 @@ def _crossed_pair(table: GroupTable, start: int) -> Divergence | None:
 
 
 def _crosses(a1: Issue, b1: Issue, a2: Issue, b2: Issue) -> bool:
-    if a1.site == b1.site or a1.native or b1.native or a1.step != b1.step:
+    if a1.key == b1.key or a1.native or b1.native or a1.step != b1.step:
         return False
 
     def swapped(first: Key, second: Key, third: Key, fourth: Key) -> bool:

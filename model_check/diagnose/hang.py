@@ -84,7 +84,8 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     if not suspects:
         suspects = _idle_alone(evidence, waits)
     if not suspects and waits:
-        return [all_wait_finding(evidence, waits)]
+        cycle = find_cycle(waits, firm=False)
+        return [cycle_finding(evidence, cycle, waits)] if cycle else [all_wait_finding(evidence, waits)]
     return _merged([classify_standing(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
 
 

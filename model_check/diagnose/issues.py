@@ -42,6 +42,7 @@ class Issue:
     native: bool = False
     peer: int = -1
     thread: int = 0  # native id; 0 where it is not known
+    unit: str = ""  # the module whose parameters it gathers, where FSDP says so
     reduction: str = ""  # sum, max, …; empty where the call reduces nothing, or it is not known
 
     @property
@@ -55,13 +56,13 @@ class Issue:
 
     @property
     def key(self) -> Key:
-        return (self.op, self.site)
+        return (self.op, f"{self.site} for {self.unit}" if self.unit else self.site)
 
     @cached_property
     def text_key(self) -> Key:
         """The call by its source text: the same statement in two branches of an `if rank` is the same call."""
         text = statement(self.frame) if self.frame is not None else ""
-        return (self.op, text or self.site)
+        return (self.op, f"{text or self.site} for {self.unit}" if self.unit else text or self.site)
 
     def describe(self) -> str:
         """all_reduce of float32[64, 64] at train.py:40; broadcast of float32[4], root 0, at train.py:41"""
@@ -72,6 +73,7 @@ class Issue:
         what += f" by {self.reduction}" if self.reduction not in ("", "sum") else ""
         what += f", root {self.root}," if self.root >= 0 else ""
         where = f" at {self.site}" if self.site else ""
+        where += f" for {self.unit}" if self.unit else ""
         inside = " (started by DDP or FSDP)" if self.native else ""
         return f"{what}{where}{inside}"
 

@@ -15,6 +15,7 @@ from model_check.rundir.ring import Crumb
 
 _PHASES = frozenset({"collective", "barrier", "p2p"})
 _NEWEST = 8  # calls in which the deviation is looked for
+_LONGEST = 4  # calls in a row whose successor is asked for
 _ROUTINE = 3  # times that a call must have been seen before what follows it is called a habit
 
 
@@ -28,17 +29,29 @@ class Departure:
 
 
 def departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]:
-    """The ranks that left their own routine just now; empty where all of them did, or none."""
+    """The ranks that left their own routine just now; empty where all of them did, or none.
+
+    What follows one call is asked first; where a call has several successors, what follows a run of calls.
+    """
     asked = list(ranks)
-    found = [departure for rank in asked if (departure := _departure(evidence.of(rank))) is not None]
-    return found if len(found) < len(asked) else []
+    calls = {rank: _calls(evidence.of(rank)) for rank in asked}
+    for length in range(1, _LONGEST + 1):
+        found = [d for rank in asked if (d := _departure(evidence.of(rank), calls[rank], length)) is not None]
+        if found:
+            return found if len(found) < len(asked) else []
+    return []
 
 
-def _departure(rank: RankEvidence) -> Departure | None:
-    calls = [c for c in rank.crumbs if c.phase in _PHASES and c.event == "begin" and c.detail != "wait" and c.file]
-    for at in range(max(1, len(calls) - _NEWEST), len(calls)):
-        after = [calls[i + 1] for i in range(at - 1) if _key(calls[i]) == _key(calls[at - 1])]
-        if len(after) >= _ROUTINE and all(_key(call) != _key(calls[at]) for call in after):
+def _calls(rank: RankEvidence) -> list[Crumb]:
+    return [c for c in rank.crumbs if c.phase in _PHASES and c.event == "begin" and c.detail != "wait" and c.file]
+
+
+def _departure(rank: RankEvidence, calls: list[Crumb], length: int) -> Departure | None:
+    keys = [_key(call) for call in calls]
+    for at in range(max(length, len(calls) - _NEWEST), len(calls)):
+        run = keys[at - length : at]
+        after = [calls[i + length] for i in range(at - length) if keys[i : i + length] == run]
+        if len(after) >= _ROUTINE and all(_key(call) != keys[at] for call in after):
             habit = _most_common(after)
             text = (
                 f"after {_describe(calls[at - 1])} it used to call {_describe(habit)}, this time {_describe(calls[at])}"

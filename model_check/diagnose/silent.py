@@ -46,7 +46,7 @@ def drift_findings(evidence: Evidence) -> list[Finding]:
 
 def _sums(evidence: Evidence, event: str) -> list[_Sums]:
     """By step, the oldest first; a name only where every rank of the group has written it."""
-    written: dict[tuple[int, tuple[int, ...]], dict[int, Mapping[str, Any]]] = {}
+    written: dict[tuple[int, tuple[int, ...]], dict[int, dict[str, Any]]] = {}
     latest: dict[tuple[int, tuple[int, ...]], float] = {}
     for rank in evidence.ranks.values():
         for record in rank.happened(event):
@@ -54,7 +54,7 @@ def _sums(evidence: Evidence, event: str) -> list[_Sums]:
             if not isinstance(group, list) or not isinstance(hashes, dict):
                 continue
             key = (whole(record.get("step")), tuple(sorted(whole(member) for member in group)))
-            written.setdefault(key, {})[rank.rank] = hashes
+            written.setdefault(key, {}).setdefault(rank.rank, {}).update(hashes)
             latest[key] = max(latest.get(key, 0.0), float(t) if isinstance(t, (int, float)) else 0.0)
     found = []
     for (step, group), by_rank in sorted(written.items()):
@@ -84,6 +84,10 @@ def _drift_finding(evidence: Evidence, check: _Sums, differing: Sequence[str], b
         lines.append(f"observed: it was the same on all ranks at step {alike[-1]}")
     elif check.step == 0:
         lines.append("inferred: the ranks began with different weights: changed after DDP had made them alike")
+    elif not before:
+        lines.append(
+            "inferred: it differed at the first comparison: most likely the ranks began with different weights"
+        )
     if not odd:
         few = "two ranks have no majority" if len(guilty) == 2 else "no majority agrees"
         lines.append(f"inferred: {few}: nothing says which of them is right")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from model_check.diagnose.bursts import burst_finding
 from model_check.diagnose.evidence import (
     P2P_OPS,
     STALL_FLOOR_S,
@@ -29,6 +30,8 @@ from model_check.diagnose.frames import Frame, whole
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
 
+NEWEST = 40  # steps that are looked at
+NEWEST_BURSTS = 100  # of a rank that is slow now and then
 STRAGGLER_RATIO = 1.5
 STRAGGLER_STEPS = 5
 STRAGGLER_SHARE = 0.2
@@ -68,15 +71,21 @@ class StepTimes:
     def own(self) -> float:
         return max(0.0, self.whole - self.waited)
 
+    def unexplained(self, backward_floor: float) -> float:
+        """Without what a backward takes beyond the shortest, which is waiting, and what one rank may do alone."""
+        alone = sum(self.phases.get(phase, 0.0) for phase in ("save", "eval", "load"))
+        return max(0.0, self.own - alone - max(0.0, self.phases.get("backward", 0.0) - backward_floor))
+
 
 def slow_findings(evidence: Evidence) -> list[Finding]:
     times = {rank.rank: step_times(rank) for rank in evidence.ranks.values()}
     times = {rank: steps for rank, steps in times.items() if len(steps) >= STRAGGLER_STEPS}
-    found = [_straggler(evidence, times), _data_bound(evidence, times), _oversubscribed(evidence), *_leaks(evidence)]
+    straggler = _straggler(evidence, times) or _bursts(evidence, times)
+    found = [straggler, _data_bound(evidence, times), _oversubscribed(evidence), *_leaks(evidence)]
     return [finding for finding in found if finding is not None]
 
 
-def step_times(rank: RankEvidence, newest: int = 40) -> list[StepTimes]:
+def step_times(rank: RankEvidence, newest: int = NEWEST) -> list[StepTimes]:
     """The newest whole steps of a rank, oldest first."""
     marks = [i for i, c in enumerate(rank.crumbs) if c.event == "point" and c.phase == "step"][-(newest + 1) :]
     begins: dict[int, Crumb] = {}
@@ -169,6 +178,16 @@ def _worker_cpu(rank: RankEvidence) -> float:
     seconds = max((t for t, _, _ in seen), default=0.0) - min((t for t, _, _ in seen), default=0.0)
     rise = {pid: [cpu for _, of, cpu in seen if of == pid] for pid in pids}
     return sum(cpu[-1] - cpu[0] for cpu in rise.values() if cpu) / seconds if seconds > 0 else 0.0
+
+
+def _bursts(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
+    """Over more steps; saving and evaluating on one rank is no slowness."""
+    if len(times) < 2 or any(_passes_work_on(evidence.of(rank)) for rank in times):
+        return None
+    longer = {rank: step_times(evidence.of(rank), NEWEST_BURSTS) for rank in times}
+    floor = min(_median_phase(steps, "backward") for steps in longer.values())
+    own = {rank: {s.step: s.unexplained(floor) for s in steps} for rank, steps in longer.items()}
+    return burst_finding(evidence, own, statistics.median(sum(s.whole for s in steps) for steps in longer.values()))
 
 
 def _passes_work_on(rank: RankEvidence) -> bool:

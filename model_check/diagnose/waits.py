@@ -8,14 +8,14 @@ A circle of firm waits cannot resolve itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
 from model_check.diagnose.evidence import Evidence, RankEvidence, is_async
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable, is_issue
-from model_check.rundir.ring import MEMBERS_ONLY, Crumb
+from model_check.rundir.ring import MEMBERS_ONLY, TAG, Crumb
 
 # Phases of the main thread in which an asynchronous collective that was started earlier may be what it waits for.
 _MAY_DRAIN = frozenset({"backward", "forward", "optimizer", "step", "eval", "exit"})
@@ -23,7 +23,7 @@ _MAY_DRAIN = frozenset({"backward", "forward", "optimizer", "step", "eval", "exi
 
 @dataclass(frozen=True)
 class Wait:
-    """One rank's wait. `firm`: the rank's main thread can do nothing else until it ends."""
+    """One rank's wait. `firm`: the records prove that the main thread can do nothing else until it ends."""
 
     rank: int
     kind: Literal["collective", "p2p", "init"]
@@ -34,6 +34,9 @@ class Wait:
     firm: bool
     group: str = ""
     seq: int = 0
+    op: str = ""
+    peer: int = -1  # of a message
+    any_of: bool = False  # one of `on` is enough: a receive that names no sender
 
 
 def find_waits(evidence: Evidence, tables: Iterable[GroupTable]) -> dict[int, Wait]:
@@ -94,7 +97,13 @@ def _in_init(rank: RankEvidence) -> bool:
 
 
 def _wait(
-    rank: RankEvidence, kind: Literal["collective", "p2p", "init"], on: Iterable[int], crumb: Crumb, *, firm: bool
+    rank: RankEvidence,
+    kind: Literal["collective", "p2p", "init"],
+    on: Iterable[int],
+    crumb: Crumb,
+    *,
+    firm: bool,
+    any_of: bool = False,
 ) -> Wait:
     return Wait(
         rank=rank.rank,
@@ -106,12 +115,16 @@ def _wait(
         firm=firm,
         group=crumb.group,
         seq=crumb.collective_seq,
+        op=crumb.op,
+        peer=crumb.peer if kind == "p2p" else -1,
+        any_of=any_of,
     )
 
 
 def _what(crumb: Crumb) -> str:
     if crumb.op in ("send", "recv") and crumb.peer >= 0:
-        return f"send to rank {crumb.peer}" if crumb.op == "send" else f"recv from rank {crumb.peer}"
+        tag = f" with {crumb.detail}" if crumb.detail.startswith(TAG) else ""
+        return f"{crumb.op} {'to' if crumb.op == 'send' else 'from'} rank {crumb.peer}{tag}"
     if crumb.detail == "init_process_group":
         return crumb.detail
     if crumb.op not in ("none", "other"):
@@ -134,20 +147,49 @@ def _draining(rank: RankEvidence, tables: Mapping[str, GroupTable]) -> Wait | No
 
 def _p2p_wait(evidence: Evidence, rank: RankEvidence, crumb: Crumb) -> Wait | None:
     """A receive waits for the send of the same number: messages are counted per direction and peer."""
+    if crumb.op == "recv" and crumb.peer < 0:
+        return _wait_for_anybody(evidence, rank, crumb)
     if crumb.op not in ("send", "recv") or crumb.peer < 0:
         return _wait(rank, "p2p", (), crumb, firm=False)
     peer = evidence.of(crumb.peer)
     mirror = "send" if crumb.op == "recv" else "recv"
     # A receive from anybody may be the counterpart of any send, so it counts as one.
     theirs = max((peer.messages.get((mirror, other, crumb.group), 0) for other in (rank.rank, -1)), default=0)
-    unknown = not peer.header or (theirs == 0 and not peer.complete)
+    if not peer.header or (theirs >= crumb.collective_seq and not _other_tag(crumb, peer.blocking, rank.rank)):
+        return _wait(rank, "p2p", (), crumb, firm=False)
     # gloo's send is a rendezvous; other backends may return from a send that nobody has received yet.
     blocks = crumb.op == "recv" or str(evidence.of(rank.rank).header.get("backend") or "gloo") == "gloo"
-    if unknown or theirs >= crumb.collective_seq:
-        return _wait(rank, "p2p", (), crumb, firm=False)
-    # A peer that sends messages from helper threads may still send this one while its main thread waits.
-    on_main = all(c.thread == peer.main_thread for c in peer.crumbs if c.phase == "p2p")
-    return _wait(rank, "p2p", (crumb.peer,), crumb, firm=blocks and on_main)
+    known = theirs > 0 or peer.complete
+    return _wait(rank, "p2p", (crumb.peer,), crumb, firm=blocks and known and _messages_on_main(peer))
+
+
+def _other_tag(ours: Crumb, theirs: Crumb | None, rank: int) -> bool:
+    """Both are in the two ends of one message, but for its tag."""
+    return (
+        theirs is not None
+        and {ours.op, theirs.op} == {"send", "recv"}
+        and (theirs.peer, theirs.group) == (rank, ours.group)
+        and "wait" not in (ours.detail, theirs.detail)
+        and ours.detail != theirs.detail
+    )
+
+
+def _wait_for_anybody(evidence: Evidence, rank: RankEvidence, crumb: Crumb) -> Wait:
+    """A receive that names no sender ends with the next message of any member that can still send one."""
+    peers = [evidence.of(number) for number in evidence.group_members(crumb.group) if number != rank.rank]
+    sent = [peer.messages.get(("send", rank.rank, crumb.group), 0) for peer in peers]
+    received = sum(n for (op, _, group), n in rank.messages.items() if (op, group) == ("recv", crumb.group))
+    if sum(sent) >= received:
+        return _wait(rank, "p2p", (), crumb, firm=False)  # a message is on its way
+    standing = [peer for peer in peers if evidence.stands(peer.rank)] or peers
+    known = all(peer.header and (n > 0 or peer.complete) for peer, n in zip(peers, sent, strict=True))
+    firm = known and all(map(_messages_on_main, peers))
+    return _wait(rank, "p2p", [peer.rank for peer in standing], crumb, firm=firm, any_of=True)
+
+
+def _messages_on_main(peer: RankEvidence) -> bool:
+    """A peer that sends messages from helper threads may still send one while its main thread waits."""
+    return all(c.thread == peer.main_thread for c in peer.crumbs if c.phase == "p2p")
 
 
 def holders(waits: Mapping[int, Wait], evidence: Evidence) -> dict[int, list[int]]:
@@ -170,30 +212,28 @@ def _roots(rank: int, waits: Mapping[int, Wait], seen: set[int]) -> set[int]:
     return set().union(*(_roots(peer, waits, seen) for peer in wait.on)) if wait.on else set()
 
 
-def find_cycle(waits: Mapping[int, Wait]) -> list[int]:
-    """Ranks that wait for each other in a circle, each firmly; empty where there is none.
+def find_cycle(waits: Mapping[int, Wait], *, firm: bool = True) -> list[int]:
+    """Ranks that wait for each other in a circle; empty where there is none. `firm`: only waits that are proven.
 
-    An edge to one of several missing members is enough: a collective needs them all.
+    An edge to one of several missing members is enough, since a collective needs them all.
     """
-    for start in sorted(waits):
-        path: list[int] = []
-        cycle = _walk(start, waits, path, set())
-        if cycle:
-            return cycle
-    return []
+    stuck = stuck_ranks(waits, firm=firm)
+    path: list[int] = []
+    rank = min(stuck, default=-1)
+    while stuck and rank not in path:
+        path.append(rank)
+        rank = next(peer for peer in waits[rank].on if peer in stuck)
+    return path[path.index(rank) :] if path else []
 
 
-def _walk(rank: int, waits: Mapping[int, Wait], path: list[int], done: set[int]) -> list[int]:
-    if rank in path:
-        return path[path.index(rank) :]
-    wait = waits.get(rank)
-    if rank in done or wait is None or not wait.firm:
-        return []
-    path.append(rank)
-    for peer in wait.on:
-        cycle = _walk(peer, waits, path, done)
-        if cycle:
-            return cycle
-    path.pop()
-    done.add(rank)
-    return []
+def stuck_ranks(waits: Mapping[int, Wait], *, firm: bool = True) -> set[int]:
+    """The ranks of all circles, and those that wait for one of them."""
+    stuck = {rank for rank, wait in waits.items() if wait.on and (wait.firm or not firm)}
+    while free := {rank for rank in stuck if not _is_held(waits[rank], stuck)}:
+        stuck -= free
+    return stuck
+
+
+def _is_held(wait: Wait, stuck: Set[int]) -> bool:
+    held = [peer in stuck for peer in wait.on]
+    return all(held) if wait.any_of else any(held)

@@ -523,3 +523,33 @@ def test_a_peer_that_sends_from_a_helper_thread_closes_no_circle(stage):
     b.message("recv", 0, open=True)
     a.collective("all_reduce", 40, open=True)
     assert stage.findings(after=0.5) == []
+
+
+def master_takes_from_anybody(stage, *, sent: int, taken: int):
+    """Two workers send to rank 0 and meet at a barrier; rank 0 is in a receive that names no sender."""
+    master, *workers = stage.ranks(3)
+    for worker in workers:
+        for _ in range(sent):
+            worker.message("send", 0, 49)
+        worker.collective("barrier", 60, open=True)
+    for number in range(taken):
+        master.message("recv", -1, 50, open=number == taken - 1)
+
+
+def test_a_receive_from_anybody_that_nobody_is_left_to_send_to_closes_the_circle(stage):
+    master_takes_from_anybody(stage, sent=2, taken=5)
+    finding = stage.first(after=0.2)
+    assert (finding.code, finding.ranks, finding.certainty) == ("MC218", [0], "proven") and stage.line(finding) == 50
+
+
+def test_a_receive_from_anybody_whose_message_is_under_way_is_no_circle(stage):
+    master_takes_from_anybody(stage, sent=2, taken=4)
+    assert stage.findings(after=0.2) == []
+
+
+def test_a_worker_that_still_computes_may_send_to_a_receive_from_anybody(stage):
+    master, waits, computes = stage.ranks(3)
+    waits.collective("barrier", 60, open=True)
+    computes.begin("forward", 30)
+    master.message("recv", -1, 50, open=True)
+    assert stage.findings(after=0.2) == []

@@ -32,6 +32,29 @@ def test_one_slow_step_makes_no_straggler(stage):
     assert stage.findings(after=0.1) == []
 
 
+def burst(stage, *, lines, peer_too: bool = False):
+    """Every fifth step rank 1 stops for 150 ms, in the phase of each line in turn."""
+    a, b = stage.ranks(2)
+    for step in range(40):
+        stops = step % 5 == 4
+        where = lines[step // 5 % len(lines)]
+        b.step(forward_s=0.17 if stops and where == 30 else 0.02, data_s=0.15 if stops and where == 20 else 0.001)
+        a.step(forward_s=0.17 if stops and peer_too else 0.02, wait_s=0.15 if stops and not peer_too else 0.001)
+
+
+def test_a_rank_that_stops_now_and_then_is_a_straggler(stage):
+    burst(stage, lines=[30])
+    finding = stage.first(after=0.1)
+    assert (finding.code, finding.ranks, finding.victims, finding.phase) == ("MC701", [1], [0], "forward")
+    assert stage.line(finding) == 30 and "now and then" in finding.title
+
+
+@pytest.mark.parametrize("how", [{"lines": [20, 30]}, {"lines": [30], "peer_too": True}], ids=["places", "peers"])
+def test_stops_at_changing_places_or_on_all_ranks_name_no_straggler(stage, how):
+    burst(stage, **how)
+    assert stage.findings(after=0.1) == []
+
+
 def test_a_loader_that_takes_most_of_the_step(stage):
     for actor in stage.ranks(2):
         for _ in range(15):

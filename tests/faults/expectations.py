@@ -100,6 +100,8 @@ MISMATCHES = (
     hang("order_mismatch_subgroup", "MC201", (3,), nproc=4, severity="error", says=("broadcast", "all_reduce")),
     hang("swapped_pair", "MC208", (1,), says=("all_reduce",)),
     hang("swapped_pair_sets", "MC208", (2,), nproc=3, says=("all_reduce",)),
+    hang("fsdp_branches_swapped", "MC208", (1,), says=("all_gather",)),
+    hang("fsdp_layers_swapped", "MC208", (0,), nproc=4, says=("layers.1", "layers.2")),
     hang("dtype_mismatch", "MC203", (1,), severity="error", says=("int32", "float32")),
     hang("dtype_mismatch_half", "MC203", (2,), nproc=3, severity="error", says=("float16", "bfloat16")),
     hang("shape_mismatch", "MC202", (1,), severity="error", says=("16", "11")),
@@ -126,6 +128,12 @@ MISMATCHES = (
     hang("p2p_cycle", "MC218", (0,), severity="error", says=("recv",)),
     hang("group_cycle", "MC218", (1, 2), nproc=3, severity="error"),
     hang("message_left_out", "MC218", (2,), nproc=3, severity="error", says=("send to rank 1", "all_reduce")),
+    hang("ring_wrong_neighbour", "MC218", (2,), nproc=4, severity="error", says=("recv from rank 3",)),
+    hang("receive_once_too_often", "MC218", (0,), nproc=3, severity="error", says=("recv", "barrier")),
+    hang("receive_alone", "MC218", (1,), nproc=3, says=("recv from rank 2", "all_reduce")),
+    # What DDP waits for in a backward shows in no record of its own: seen, and no proof.
+    hang("receive_beside_ddp", "MC218", (1,), nproc=3, severity="warning", says=("recv from rank 0", "all_reduce")),
+    hang("barrier_part_of_group", "MC218", (0, 1), nproc=4, severity="warning", says=("barrier", "ranks 0,1,2")),
     hang("groups_other_order", "MC201", (2,), nproc=3, says=("ranks 0,1", "ranks 1,2")),
     # The minority is the suspect, also where its peers' call stands under a condition that only leaves it out.
     hang("skip_by_condition", "MC206", (2,), nproc=3, severity="error", says=("if rank != 2", "all_reduce")),
@@ -238,6 +246,8 @@ STARTS = (
 
 SLOWNESS = (
     slow("straggler", "MC701", (1,)),
+    slow("straggler_in_bursts", "MC701", (1,), says=("now and then",)),
+    slow("loader_in_bursts", "MC701", (2,), nproc=3, says=("now and then",)),
     slow("data_bound", "MC702", (0, 1)),
     slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
     leak("leak", (0,), "`history`, a list of", "Tensor float32[2048, 64]", "with its graph"),
@@ -279,6 +289,8 @@ NUMERICS = (
     slow("nan_under_fsdp", "MC401", (1,), says=("div in the forward of Net: it divides by 0",)),
     slow("norm_in_place", "MC401", (1,), says=("changes its own input in place",)),
     slow("replica_drift", "MC410", (2,), nproc=3, says=("head.bias", "step 20", "step 30")),
+    slow("replicas_never_alike", "MC410", (0, 1), says=("0.weight", "began with different weights")),
+    slow("replica_skips_average", "MC410", (2,), nproc=3, says=("step 20", "step 10")),
     slow("same_data", "MC412", (0, 1), says=("same batch",)),
     # The script itself sees the number and stops: that is what followed from it.
     crash("nan_loss_raises", "MC408", (1,), exit_code=1, says=("rank 1 then raised ValueError: loss is nan",)),
@@ -362,4 +374,5 @@ HEALTHY: tuple[Control, ...] = (
     Control("draws_weights", seconds=90),
     Control("builds_index", seconds=90),
     Control("waits_for_loaders", seconds=90),
+    Control("experts_by_hand"),
 )

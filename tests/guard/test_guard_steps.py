@@ -576,7 +576,7 @@ def test_every_parameter_has_its_turn() -> None:
     class Wrapped:
         module = torch.nn.Sequential(*[torch.nn.Linear(40, 40) for _ in range(30)])
 
-    copies = _Copies(Wrapped())
+    copies = _Copies.under_ddp(Wrapped())
     names = {piece.name for _ in range(4) for piece in copies.take_turn()}
     assert names == {name for name, _ in Wrapped.module.named_parameters()}
 

@@ -101,7 +101,8 @@ HANGING: dict[str, Entry] = {
         "Two collectives of the same size are called in swapped order on one rank: A then B here, B then A there.",
         "Nothing hangs and nothing fails: A is summed with B. Losses and gradients are wrong from then on.",
         "Call sites and source lines of the same numbers are compared; A against B and then B against A is a crossing. "
-        "Different lines for the same statement in the branches of `if rank` are legal.",
+        "Different lines for the same statement in the branches of `if rank` are legal. Of FSDP2's gathers the modules "
+        "are compared.",
         ("call them in one order on all ranks", "stack both values into one tensor and reduce it once"),
         "rank 0: all_reduce(loss); all_reduce(accuracy)\nrank 1: all_reduce(accuracy); all_reduce(loss)",
     ),
@@ -206,7 +207,10 @@ HANGING: dict[str, Entry] = {
         "wait-for cycle",
         "Ranks wait for each other in a circle, in receives or in collectives of different groups.",
         "Each needs another one to move first.",
-        "The graph of open receives and collectives has a circle, and every matching call is known to be absent.",
+        "The graph of open receives and collectives has a circle, and every matching call is known to be absent. Where "
+        "a rank waits inside a backward of DDP, or records were lost, a circle is only a warning. "
+        "Named is the rank that left the order of its own earlier calls, names the wrong rank in a message, or is not "
+        "in the call that most ranks are in; where none of that decides, all ranks of the circle are.",
         (
             "use batch_isend_irecv, or let even ranks send first and odd ranks receive first",
             "enter the groups in one global order on all ranks",

@@ -131,9 +131,11 @@ NUMERICS: dict[str, Entry] = {
         "Weights changed on one rank after DDP had made them alike, a rank that skips an update or makes one more, "
         "random numbers of its own in an initialisation, memory that lost a bit.",
         "Every rank sums the bits of a few parameters, in turns, every 10 steps and later every 100; the sums of equal "
-        "steps are compared. Only parameters under DistributedDataParallel are: sharded ones differ rightly. Where a "
-        "majority of ranks agrees, the others are named; two ranks have none, and neither is called wrong.",
+        "steps are compared: of parameters under DistributedDataParallel, and of those whose gradients the script "
+        "itself adds up over a group. Others may differ rightly. Where a majority of ranks agrees, the others are "
+        "named; two ranks have none, and neither is called wrong.",
         (
+            "in a loop without DistributedDataParallel: broadcast the parameters from one rank before the first step",
             "change weights before the model is wrapped in DistributedDataParallel, or on all ranks alike",
             "look at what one rank does between the two steps and its peers do not: a skipped optimizer step, a "
             "loaded checkpoint",

@@ -11,7 +11,8 @@ SLOWNESS: dict[str, Entry] = {
         "A slower device, longer samples, another process on its cores, work that only this rank does.",
         "Own time per step (the step without waiting for others) is 1.5 times that of the peers over at least 5 steps. "
         "A wait for loader workers counts only where they compute more than the peers' workers: of equal loaders, one "
-        "always comes last.",
+        "always comes last. Or it stops now and then: at least 4 times at one place in 100 steps, 50 ms or longer "
+        "each, while its peers do not, for 15 % of the job's time in all. Saving and evaluating do not count.",
         (
             "look at the named phase and line",
             "compare clocks and temperature of the devices: nvidia-smi -q -d PERFORMANCE",

@@ -7,8 +7,10 @@ Collectives that C++ starts (DDP's reducer, functional collectives in compiled c
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +20,15 @@ from model_check.observe.instrument.exceptions import NOTES
 from model_check.observe.instrument.gating import GATE, let_go
 from model_check.observe.instrument.groups import GROUPS, Group
 from model_check.observe.recorder import Recorder
-from model_check.rundir.ring import FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS, REDUCES_BY
+from model_check.rundir.ring import FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS, REDUCES_BY, TAG, UNIT
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPE.items() if hasattr(torch, name)}
 _OTHER_DTYPE = DTYPE["other"]
 _NO_TENSOR = (0, 0, 0, 0, 0, 0, 0)
 _REMEMBERED_WORKS = 4096
 _KINDS = {(phase, op): SpanKind(phase, op) for phase in ("collective", "barrier", "p2p") for op in OP}
+_MOST_TAGS = 64
+_FRAMES_UP = 12
 _BATCH = SpanKind("p2p", "batch_p2p")
 
 
@@ -38,11 +42,12 @@ class Call:
     async_op: tuple[int, str] = (99, "async_op")
     peer: tuple[int, str] | None = None
     reduction: tuple[int, str] | None = None
+    tag: tuple[int, str] | None = None
     always_async: bool = False
     phase: str = "collective"
 
 
-_T0 = (0, "tensor")
+_T0, _TAG = (0, "tensor"), (3, "tag")
 CALLS = {
     "all_reduce": Call("all_reduce", _T0, (2, "group"), (3, "async_op"), reduction=(1, "op")),
     "all_reduce_coalesced": Call("all_reduce", (0, "tensors"), (2, "group"), (3, "async_op"), reduction=(1, "op")),
@@ -67,10 +72,10 @@ CALLS = {
     "gather_object": Call("gather_object", None, (3, "group"), peer=(2, "dst")),
     "broadcast_object_list": Call("broadcast_object", (0, "object_list"), (2, "group"), peer=(1, "src")),
     "scatter_object_list": Call("scatter_object", None, (3, "group"), peer=(2, "src")),
-    "send": Call("send", _T0, (2, "group"), peer=(1, "dst"), phase="p2p"),
-    "recv": Call("recv", _T0, (2, "group"), peer=(1, "src"), phase="p2p"),
-    "isend": Call("send", _T0, (2, "group"), peer=(1, "dst"), phase="p2p", always_async=True),
-    "irecv": Call("recv", _T0, (2, "group"), peer=(1, "src"), phase="p2p", always_async=True),
+    "send": Call("send", _T0, (2, "group"), tag=_TAG, peer=(1, "dst"), phase="p2p"),
+    "recv": Call("recv", _T0, (2, "group"), tag=_TAG, peer=(1, "src"), phase="p2p"),
+    "isend": Call("send", _T0, (2, "group"), tag=_TAG, peer=(1, "dst"), phase="p2p", always_async=True),
+    "irecv": Call("recv", _T0, (2, "group"), tag=_TAG, peer=(1, "src"), phase="p2p", always_async=True),
     "send_object_list": Call("send", None, (2, "group"), peer=(1, "dst"), phase="p2p"),
     "recv_object_list": Call("recv", None, (2, "group"), peer=(1, "src"), phase="p2p"),
 }
@@ -144,18 +149,17 @@ class Issued(NamedTuple):
 
 
 def begin(
-    recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, peer: int, flags: int, reduction: int = 0
+    recorder: Recorder, op: str, phase: str, group: Group, tensor: Any, peer: int, flags: int, detail: int = 0
 ) -> Issued:
     """Writes the BEGIN of a collective or a message; its sequence number in the group is counted here."""
     if GATE.gate is not None:
         let_go()
     what = _KINDS[phase, op]
-    detail = 0
     if phase == "p2p":
         seq = group.next_message(op, peer)
     else:
         seq, introduction = group.next_collective()
-        detail = introduction or reduction
+        detail = introduction or detail
     file, line, function = BOX.site(recorder)
     dtype, nbytes, ndim, d0, d1, d2, d3 = describe_tensor(tensor)
     span = recorder.put_collective(
@@ -193,8 +197,31 @@ def _begin_call(recorder: Recorder, call: Call, args: tuple[Any, ...], kwargs: d
     tensor, peer = _argument(args, kwargs, call.tensor), _peer(args, kwargs, call, group)
     if call.op == "broadcast_object":
         tensor = _Objects(len(tensor)) if isinstance(tensor, list) else None
-    reduction = _reduction(recorder, _argument(args, kwargs, call.reduction)) if call.reduction is not None else 0
-    return begin(recorder, call.op, call.phase, group, tensor, peer, flags, reduction)
+    return begin(recorder, call.op, call.phase, group, tensor, peer, flags, _detail(recorder, call, args, kwargs))
+
+
+def _detail(recorder: Recorder, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    if call.reduction is not None:
+        return _reduction(recorder, _argument(args, kwargs, call.reduction))
+    if call.op == "all_gather":
+        unit = _sharded_unit(sys._getframe(3))
+        return recorder.intern(f"{UNIT}{unit}") if unit else 0
+    tag = _argument(args, kwargs, call.tag)
+    # The table of texts has room for a few tags, not for one that counts steps.
+    return recorder.intern(f"{TAG}{min(tag, _MOST_TAGS)}") if isinstance(tag, int) and tag > 0 else 0
+
+
+def _sharded_unit(frame: FrameType | None) -> str:
+    """The module whose parameters FSDP2 gathers; its line is that of a forward, which a loop makes for many modules."""
+    if frame is None or not str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp"):
+        return ""
+    for _ in range(_FRAMES_UP):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "unshard" and (unit := getattr(frame.f_locals.get("self"), "_module_fqn", None)):
+            return str(unit)
+        frame = frame.f_back
+    return ""
 
 
 def recorded(original: Callable[..., Any], call: Call) -> Callable[..., Any]:

@@ -1,19 +1,22 @@
 """Silent faults of replicas: parameters that drift apart, and ranks that are all given the same batch.
 
-Ranks that hold the same parameters under DistributedDataParallel write down sums over their bits, a few parameters at a
-time and the same ones at the same step everywhere; the first steps' inputs likewise. Nothing is compared here: whoever
-reads the run directory does that. Sharded and unwrapped modules are left alone: their ranks may differ.
+Ranks that hold the same parameters write down sums over their bits, a few parameters at a time and the same ones at the
+same step everywhere; the first steps' inputs likewise. Nothing is compared here: whoever reads the run directory does
+that. Parameters are the same under DistributedDataParallel, and where the script itself adds up their gradients over a
+group (`by_hand`). All others are left alone: their ranks may differ.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.by_hand import LEARNED, ByHand
 from model_check.observe.instrument.readings import Reading, local, reading_of, tensors_in
 
 _CLOSE_STEPS = 100  # compared every tenth step at first, later every hundredth
@@ -54,21 +57,21 @@ class _Piece:
 
 
 class _Copies:
-    """The parameters of one module under DDP, in the same order on every rank."""
+    """Parameters that all ranks of a group hold, in the same order on every rank."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, group: list[int], parameters: list[tuple[str, torch.Tensor]]) -> None:
+        self.group = group
+        self.parameters = parameters
+        self.hashed_step = -1
+        self._next = (0, 0)
+
+    @classmethod
+    def under_ddp(cls, module: Any) -> _Copies:
         ignored = set(getattr(module, "parameters_to_ignore", ()))
-        self.group = _members(module)
-        self.parameters = [
-            (name, plain)
-            for name, parameter in module.module.named_parameters()
-            if name not in ignored and not hasattr(parameter, "_local_tensor")
-            if (plain := local(parameter)) is not None and plain.numel()
-        ]
+        named = [(name, p) for name, p in module.module.named_parameters() if name not in ignored]
         # Local SGD lets replicas differ on purpose between its averages.
         hooks = [getattr(hook, "__qualname__", str(hook)).lower() for hook, _ in getattr(module, "_comm_hooks", ())]
-        self.comparable = len(self.group) > 1 and not any("local" in name for name in hooks)
-        self._next = (0, 0)
+        return cls(_members(module), [] if any("local" in name for name in hooks) else whole_ones(named))
 
     def heads(self) -> list[_Piece]:
         return [_Piece(n, p, 0, min(p.numel(), _HEAD)) for n, p in self.parameters[:_MOST_HEADS]]
@@ -93,6 +96,12 @@ class _Copies:
         return pieces
 
 
+def whole_ones(named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
+    """Without shards, whose ranks differ rightly."""
+    plain = [(name, local(parameter)) for name, parameter in named if not hasattr(parameter, "_local_tensor")]
+    return [(name, tensor) for name, tensor in plain if tensor is not None and tensor.numel()]
+
+
 def _members(module: Any) -> list[int]:
     group = getattr(module, "process_group", None)
     if group is None or not torch.distributed.is_initialized():
@@ -104,47 +113,61 @@ class Replicas:
     """All modules of this process that are replicas of their peers'."""
 
     def __init__(self) -> None:
-        self._copies: weakref.WeakKeyDictionary[Any, _Copies] = weakref.WeakKeyDictionary()
-        self._hashed_step = -1
+        self._copies: weakref.WeakKeyDictionary[Any, list[_Copies]] = weakref.WeakKeyDictionary()
         self._batch_step = -1
         self._pending: list[tuple[str, int, list[int], dict[str, Reading]]] = []
 
-    def forward_seen(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
+    def forward_seen(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step: int, by_hand: ByHand | None = None
+    ) -> None:
         """`step`: those that the thread has done. What other threads do meanwhile is not the same on every rank."""
-        if type(module).__name__ != "DistributedDataParallel" or BOX.recorder is None:
+        if BOX.recorder is None or not torch.is_grad_enabled():
             return
         self.flush()
-        if not torch.is_grad_enabled():
+        if type(module).__name__ != "DistributedDataParallel":
+            if by_hand is not None:
+                self._by_hand_seen(module, step, by_hand)
             return
         if step < _BATCH_STEPS and step != self._batch_step:
             self._batch_step = step
             self._note_batch(module, step, args, kwargs)
-        if step % (_CLOSE_EVERY if step < _CLOSE_STEPS else _EVERY) == 0 and step != self._hashed_step:
-            self._hashed_step = step
+        if _due(step):
             self.note_parameters(module, step)
+
+    def _by_hand_seen(self, module: Any, step: int, by_hand: ByHand) -> None:
+        by_hand.forward_seen(module, step)
+        if by_hand.off or step < LEARNED:
+            return
+        if module not in self._copies:
+            self._copies[module] = [
+                _Copies(list(group), whole_ones(named)) for group, named in by_hand.shared(module).items()
+            ]
+        if step == LEARNED or _due(step):
+            self.note_parameters(module, step, first=LEARNED)
 
     def step_begins(self, module: Any, batch: Any) -> None:
         """For a trainer whose forwards are not instrumented: once a step, with its first batch."""
         given = batch if isinstance(batch, (tuple, list, dict)) else (getattr(batch, "tokens", batch),)
         self.forward_seen(module, (given,), {}, BOX.recorder.steps if BOX.recorder is not None else 0)
 
-    def _of(self, module: Any) -> _Copies:
+    def _of(self, module: Any) -> list[_Copies]:
         copies = self._copies.get(module)
         if copies is None:
-            copies = self._copies[module] = _Copies(module)
+            copies = self._copies[module] = [_Copies.under_ddp(module)]
         return copies
 
-    def note_parameters(self, module: Any, step: int) -> None:
-        """Writes down the bits of the parameters whose turn it is; before the first step, the head of each."""
-        copies = self._of(module)
-        if not copies.comparable:
-            return
-        pieces = copies.heads() if step == 0 else copies.take_turn()
-        sums = {piece.label: reading_of(bit_sum(piece.tensor, piece.start, piece.end)) for piece in pieces}
-        self._later("param_hash", step, copies.group, sums)
+    def note_parameters(self, module: Any, step: int, first: int = 0) -> None:
+        """Writes down the bits of the parameters whose turn it is; at the first check, the head of each."""
+        for copies in self._of(module):
+            if len(copies.group) < 2 or not copies.parameters or step == copies.hashed_step:
+                continue
+            copies.hashed_step = step
+            pieces = copies.heads() if step == first else copies.take_turn()
+            sums = {piece.label: reading_of(bit_sum(piece.tensor, piece.start, piece.end)) for piece in pieces}
+            self._later("param_hash", step, copies.group, sums)
 
     def _note_batch(self, module: Any, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        group = self._of(module).group
+        group = self._of(module)[0].group
         given = [plain for tensor in tensors_in(args, kwargs) if (plain := local(tensor)) is not None and plain.numel()]
         if len(group) < 2 or not given:
             return
@@ -163,6 +186,10 @@ class Replicas:
                 return
             del self._pending[0]
             BOX.event(event, step=step, group=group, hashes={name: found.value() for name, found in sums.items()})
+
+
+def _due(step: int) -> bool:
+    return step % (_CLOSE_EVERY if step < _CLOSE_STEPS else _EVERY) == 0
 
 
 REPLICAS = Replicas()

@@ -17,6 +17,7 @@ import torch
 
 from model_check.errors import NumericsError
 from model_check.observe.instrument.box import BOX
+from model_check.observe.instrument.by_hand import ByHand
 from model_check.observe.instrument.guard import Guard
 from model_check.observe.instrument.inputs import Call
 from model_check.observe.instrument.native import Exchange
@@ -57,6 +58,7 @@ class Steps:
         self.guard = Guard()
         self._scaling = Scaling(self.guard)
         self._tokens = Tokens()
+        self._by_hand = ByHand()
 
     @property
     def _trends(self) -> Trends | None:
@@ -83,7 +85,7 @@ class Steps:
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None, result: Any
     ) -> None:
         self.guard.forward_ended(call, result)
-        REPLICAS.forward_seen(module, args, kwargs, self._done)
+        REPLICAS.forward_seen(module, args, kwargs, self._done, self._by_hand)
         if (trends := self._trends) is not None:
             trends.forward_ended(module, result)
 
@@ -114,10 +116,13 @@ class Steps:
     @_harmless
     def exchange_in_pass(self, exchange: Exchange, *, in_backward: bool) -> torch.cuda.Stream | None:
         """The dispatcher is about to hand a collective to its backend, in the middle of a forward or a backward."""
+        if in_backward:
+            self._by_hand.exchange_begins(exchange)
         return self.guard.exchange_in_pass(exchange, in_backward=in_backward)
 
     @_harmless
-    def exchange_after_backward(self) -> None:
+    def exchange_after_backward(self, exchange: Exchange) -> None:
+        self._by_hand.exchange_begins(exchange)
         self.guard.exchange_after_backward()
 
     @_harmless
@@ -178,6 +183,7 @@ class Steps:
 
     def forget(self) -> None:
         self._done = 0
+        self._by_hand = ByHand()
         self.guard.forget()
         if (trends := self._trends) is not None:
             trends.forget()

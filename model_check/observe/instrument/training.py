@@ -62,7 +62,7 @@ def _exchange_begins(exchange: Any) -> Any:
     if this.forward or this.backward:
         return this.steps.exchange_in_pass(exchange, in_backward=this.backward > 0)
     if this.optimizer is None:
-        this.steps.exchange_after_backward()
+        this.steps.exchange_after_backward(exchange)
     return None
 
 
