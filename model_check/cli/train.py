@@ -290,24 +290,25 @@ def _train_in(
         check_data(config, ranks * nnodes, prepare_with_progress(config))
     limits = Limits(kill_after_s=config.launch.hang_kill_after_s, io_kill_after_s=config.launch.io_kill_after_s)
     supervisor = supervisor_for(directory, limits)
-    result = launch_job(
-        train_rank,
-        TrainOrder(config, resume, verbose_init=verbose_init),
-        nproc=ranks,
-        run_dir=directory,
-        hosts=Hosts(nnodes, rdzv_endpoint) if rdzv_endpoint else None,
-        gpus=chosen,
-        start=config.launch.start,
-        preload_modules=_preload(config, bool(chosen)),
-        max_restarts=config.launch.max_restarts,
-        memory_limit_gb=config.launch.memory_limit_gb,
-        graces=Graces(stop_s=config.launch.stop_grace_s) if config.checkpoint.interval else None,
-        hooks=supervisor.hooks(),
-        console=ConsoleOptions(
-            max_steps=config.training.max_steps,
-            log_copies=Path(config.logging.dir) if config.logging.dir else None,
-        ),
-    )
+    with _mistakes_in_the_verdict(directory, phase="start"):
+        result = launch_job(
+            train_rank,
+            TrainOrder(config, resume, verbose_init=verbose_init),
+            nproc=ranks,
+            run_dir=directory,
+            hosts=Hosts(nnodes, rdzv_endpoint) if rdzv_endpoint else None,
+            gpus=chosen,
+            start=config.launch.start,
+            preload_modules=_preload(config, bool(chosen)),
+            max_restarts=config.launch.max_restarts,
+            memory_limit_gb=config.launch.memory_limit_gb,
+            graces=Graces(stop_s=config.launch.stop_grace_s) if config.checkpoint.interval else None,
+            hooks=supervisor.hooks(),
+            console=ConsoleOptions(
+                max_steps=config.training.max_steps,
+                log_copies=Path(config.logging.dir) if config.logging.dir else None,
+            ),
+        )
     if result.outcome == "interrupted":
         supervisor.note_stop(result.message)
     show_findings(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor)
@@ -328,12 +329,8 @@ def _verdict_before_the_ranks(directory: RunDir, world_size: int) -> Iterator[No
 
     previous = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
-    except ModelCheckError as error:
-        fix = [error.remedy] if error.remedy else []
-        finding = Finding(error.code or "MC301", redact_text(error.message), phase="data", fix=fix)
-        replace(verdict, outcome="failed", exit_code=error.exit_code, findings=[finding]).write(directory.verdict)
-        raise
+        with _mistakes_in_the_verdict(directory, phase="data"):
+            yield
     except (KeyboardInterrupt, _Stopped) as interruption:
         number = interruption.number if isinstance(interruption, _Stopped) else signal.SIGINT
         replace(verdict, outcome="interrupted", exit_code=128 + number).write(directory.verdict)
@@ -341,6 +338,21 @@ def _verdict_before_the_ranks(directory: RunDir, world_size: int) -> Iterator[No
         raise typer.Exit(128 + number) from None
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _mistakes_in_the_verdict(directory: RunDir, *, phase: str) -> Iterator[None]:
+    """A mistake that ends the launcher ends its verdict too, which would say for ever that the run goes on."""
+    try:
+        yield
+    except ModelCheckError as error:
+        verdict = Verdict.read(directory.verdict) or Verdict()
+        fix = [error.remedy] if error.remedy else []
+        finding = Finding(error.code or "MC301", redact_text(error.message), phase=phase, fix=fix)
+        replace(verdict, outcome="failed", exit_code=error.exit_code, findings=[*verdict.findings, finding]).write(
+            directory.verdict
+        )
+        raise
 
 
 class _Stopped(BaseException):

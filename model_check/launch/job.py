@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from model_check.errors import LaunchError, UsageError
 from model_check.launch.console import Console, ConsoleOptions
@@ -28,6 +28,8 @@ from model_check.launch.programs import ColdFunction, Command, Entry, Program, W
 from model_check.launch.signals import StopBeforeStart, StopRequest
 from model_check.launch.warmstart import DEFAULT_PRELOAD, preload, why_not_warm
 from model_check.rundir import RunDir
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -174,12 +176,11 @@ def _supervise(
 ) -> JobResult:
     # Torch is first imported in the preload, or here where ranks start cold: never with this module.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from model_check.launch.agent import RankAgent
     from model_check.launch.rendezvous import open_rendezvous
 
-    handler = open_rendezvous(placement.hosts)
+    handler = _meeting(placement.hosts, lambda: open_rendezvous(placement.hosts, screen.say))
     spec = WorkerSpec(
         role="rank",
         local_world_size=placement.nproc,
@@ -209,19 +210,26 @@ def _supervise(
         console=screen,
     )
     try:
-        agent.run()
+        _meeting(placement.hosts, agent.run)
     except JobStopped:
         return _interrupted(agent.outcome, stop, logs)
     except JobEnded as ended:
         return _ended(agent.outcome, ended.order, logs)
-    except RendezvousError as error:
-        raise LaunchError(
-            f"the hosts of the job did not meet at {placement.hosts.endpoint}: {error}",
-            remedy="start the same command on every host, and check that the endpoint can be reached from each",
-        ) from error
     finally:
         handler.shutdown()
     return _result(agent.outcome, agent.labels, logs)
+
+
+def _meeting(hosts: Hosts, act: Callable[[], T]) -> T:
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    try:
+        return act()
+    except RendezvousError as error:
+        raise LaunchError(
+            f"the hosts of the job did not meet at {hosts.endpoint}: {error}",
+            remedy="start the same command on every host, and check that the endpoint can be reached from each",
+        ) from error
 
 
 def _result(outcome: Outcome, labels: Mapping[int, str], logs: LogDir) -> JobResult:

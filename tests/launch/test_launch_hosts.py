@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from launch_jobs import wait_until
 
 from model_check.rundir import read_jsonl
 from tests.conftest import BIN, TINY, Shell
+from tests.signals import hear_signals
 
 _HOST = socket.gethostname().split(".")[0]
 
@@ -22,13 +25,13 @@ _HOST = socket.gethostname().split(".")[0]
 class Node:
     """One launcher with one rank, in a folder of its own."""
 
-    def __init__(self, folder: Path, port: int, steps: int) -> None:
+    def __init__(self, folder: Path, endpoint: str, steps: int) -> None:
         folder.mkdir()
         self.run_dir = folder / "run"
         self._said = folder / "said"
         sets = [word for value in (*TINY, "system.device=cpu", "checkpoint.interval=0") for word in ("--set", value)]
         job = ["train", "--preset", "debug", "--run-dir", "run", "--max-steps", str(steps)]
-        meet = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        meet = ["--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint]
         with self._said.open("wb") as said:
             self.process = subprocess.Popen(
                 [str(BIN / "model-check"), *job, *meet, *sets],
@@ -36,6 +39,7 @@ class Node:
                 env=Shell(folder).environment(GLOO_SOCKET_IFNAME="lo"),
                 stdout=said,
                 stderr=subprocess.STDOUT,
+                preexec_fn=hear_signals,
             )
 
     @property
@@ -54,12 +58,16 @@ class Node:
         return json.loads((self.run_dir / "verdict.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.fixture
-def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Node]]:
+def _free_endpoint() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = [Node(tmp_path / name, port, request.param) for name in ("first", "second")]
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Node]]:
+    endpoint = _free_endpoint()
+    started = [Node(tmp_path / name, endpoint, request.param) for name in ("first", "second")]
     yield started
     for node in started:
         node.process.kill()
@@ -94,3 +102,84 @@ def test_a_rank_that_dies_on_one_host_ends_the_job_on_both(nodes: list[Node]) ->
     assert (verdict["outcome"], verdict["exit_code"]) == ("failed", 137)
     assert (findings[0]["code"], findings[0]["ranks"]) == ("MC303", [1])
     assert "ended by SIGKILL" in node.said
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
+    started: list[Node] = []
+
+    def start(endpoint: str) -> Node:
+        started.append(Node(tmp_path / "node", endpoint, 3))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("endpoint", "line"),
+    [
+        (None, "[model-check] waiting for hosts: 1 of 2 at {}; run the same command on each"),
+        # An address of the documentation's network, which nobody has.
+        ("203.0.113.7:29400", "[model-check] waiting for hosts: nothing answers at {} yet"),
+    ],
+    ids=["as the first host", "before the first host"],
+)
+def test_a_host_that_waits_says_for_whom_and_ctrl_c_ends_it_at_once(
+    node: Callable[[str], Node], endpoint: str | None, line: str
+) -> None:
+    endpoint = endpoint or _free_endpoint()
+    waiting = node(endpoint)
+    wait_until(lambda: waiting.said.count(line.format(endpoint)) >= 2, 90.0)
+    asked_at = time.monotonic()
+    waiting.process.send_signal(signal.SIGINT)
+    assert waiting.process.wait(timeout=30) == 130, waiting.said
+    assert time.monotonic() - asked_at < 5.0
+
+
+_STRANGER = """\
+import socket, sys, time
+how, port = sys.argv[1], int(sys.argv[2])
+server = socket.socket()
+server.bind(("127.0.0.1", port))
+if how != "never listens":
+    server.listen()
+print(flush=True)
+callers = []
+while how != "never listens":
+    callers.append(server.accept()[0])
+    if how == "hangs up":
+        callers.pop().close()
+    elif how == "speaks HTTP":
+        callers[-1].recv(100)
+        callers[-1].send(b"HTTP/1.1 400 Bad Request\\r\\n\\r\\n")
+time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["says nothing", "hangs up", "speaks HTTP", "never listens"])
+def test_a_port_that_a_stranger_holds_is_named_in_seconds(node: Callable[[str], Node], how: str) -> None:
+    endpoint = _free_endpoint()
+    port = endpoint.partition(":")[2]
+    stranger = subprocess.Popen([sys.executable, "-c", _STRANGER, how, port], stdout=subprocess.PIPE)
+    try:
+        assert stranger.stdout is not None and stranger.stdout.readline() == b"\n"
+        started_at = time.monotonic()
+        refused = node(endpoint)
+        assert refused.process.wait(timeout=50) == 1, refused.said
+        assert time.monotonic() - started_at < 40.0
+    finally:
+        stranger.kill()
+        stranger.communicate()
+    (said,) = [line for line in refused.said.splitlines() if "error" in line]
+    by = "by another program" if how == "never listens" else f"by process {stranger.pid} ({sys.executable} -c "
+    assert f"[MC103] port {port} of {endpoint}, where the hosts of the job meet, is taken {by}" in said
+    assert "--rdzv-endpoint" in refused.said
+    assert "Traceback" not in refused.said and "frame #" not in refused.said
+    verdict = refused.verdict()
+    assert (verdict["outcome"], verdict["exit_code"]) == ("failed", 1)
+    assert [finding["code"] for finding in verdict["findings"]] == ["MC103"]  # type: ignore[attr-defined]
