@@ -17,9 +17,7 @@ from typing import Any
 
 from model_check.observe.instrument.box import BOX
 
-_CONTAINERS = frozenset(
-    {list, dict, set, deque, defaultdict, OrderedDict}
-)  # exactly: no code of the script runs
+_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # exactly: no code of the script runs
 _LEAST_ITEMS = 16
 _LEAST_GROWTH = 5
 _LEAST_SHARE = 0.01  # of the resident memory, between two marks
