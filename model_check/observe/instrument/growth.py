@@ -17,13 +17,13 @@ from typing import Any
 
 from model_check.observe.instrument.box import BOX
 
-_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict)  # exactly these: no code of the script's is run
+_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # exactly: no code of the script runs
 _LEAST_ITEMS = 16
 _LEAST_GROWTH = 5
 _LEAST_SHARE = 0.01  # of the resident memory, between two marks
 _APART_S = 8.0
 _MOST_OBJECTS = 3_000_000
-_LONGEST_S = 0.3
+_LONGEST_S = 1.0  # of a count in a process with a million objects
 _MOST_EVENTS = 3
 _GRAPH_BYTES = 1 << 16  # what a graph behind a tensor holds at least, for comparison only
 _FILLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"})
@@ -57,7 +57,7 @@ def _living() -> Iterator[Any]:
     objects = gc.get_objects()
     if len(objects) > _MOST_OBJECTS:
         return
-    yield from (thing for thing in objects if type(thing) in _CONTAINERS)
+    yield from [thing for thing in objects if type(thing) in _CONTAINERS]
     yield from (thing for _, _, thing in _named(objects) if type(thing) in _CONTAINERS)
 
 
@@ -78,10 +78,10 @@ def _named(objects: list[Any]) -> Iterator[tuple[str, str, Any]]:
             yield from ((name, file, value) for name, value in list(frame.f_locals.items()))
         frame = frame.f_back  # type: ignore[assignment]
     files = {m.__name__: str(m.__file__) for m in modules if BOX.code.shown(str(m.__file__)) is not None}
-    for thing in objects:
-        kind = type(thing)
-        if kind.__module__ in files and isinstance(own := getattr(thing, "__dict__", None), dict) and kind is not type:
-            yield from ((name, files[kind.__module__], value) for name, value in list(own.items()))
+    kinds = {kind: files[kind.__module__] for kind in set(map(type, objects)) if kind.__module__ in files}
+    for thing in [thing for thing in objects if type(thing) in kinds]:
+        own = object.__getattribute__(thing, "__dict__") if type(thing).__dictoffset__ else {}
+        yield from ((name, kinds[type(thing)], value) for name, value in list(own.items()))
 
 
 def _tell(known: dict[int, int], seconds: float) -> dict[int, int]:
