@@ -6,7 +6,9 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -18,10 +20,12 @@ from model_check.launch.limits import use_less_memory
 from model_check.launch.supervisor import Limits, Supervisor
 from model_check.observe.instrument.box import GuardMode
 from model_check.rundir import RunDir, Verdict, write_json_atomic
-from model_check.rundir.claim import Job, enter
+from model_check.rundir.claim import Claim, Job, enter
+from model_check.rundir.paths import read_mode
 from model_check.rundir.verdict import Outcome
 
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "mpiexec", "srun"})
+Enter = Callable[[Job], tuple[RunDir, Claim]]  # `enter` with what the flags say of the run directory
 _OWN_LAUNCHER_S = 10.0  # what torchrun and its like get to end a crashed job in their own way
 
 
@@ -34,6 +38,9 @@ def run(
         Path | None,
         typer.Option("--run-dir", help="Where the evidence and the verdict go (default .outputs/<run-id>)."),
     ] = None,
+    run_dir_mode: Annotated[
+        str, typer.Option(metavar="MODE", help="Permissions of a new run directory, in octal: 0750 for a group.")
+    ] = "0700",
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module name, as in python -m.")] = False,
     hang_kill_after_s: Annotated[
         float, typer.Option("--hang-kill-after-s", min=0.0, help="End an idle hang after this long; 0: only on proof.")
@@ -95,14 +102,15 @@ def run(
         raise UsageError("--memory-limit-gb inf is no limit", remedy="leave the flag out")
     if low_memory:
         use_less_memory()
+    enter_dir = partial(enter, run_dir, mode=read_mode(run_dir_mode))
     limits = Limits(kill_after_s=hang_kill_after_s, io_kill_after_s=io_kill_after_s)
     if own_launcher:
-        return _run_command(words, run_dir, limits, stop_grace, mode, gated=start == "gate")
+        return _run_command(words, enter_dir, limits, stop_grace, mode, gated=start == "gate")
     if not module:
         _refuse_a_launcher(words)
     script = ForeignScript(words[0], tuple(words[1:]), module)
     way: Literal["cold", "gate"] = "gate" if start == "gate" else "cold"
-    return _run_script(script, nproc or 1, run_dir, limits, stop_grace, mode, way, memory_limit_gb)
+    return _run_script(script, nproc or 1, enter_dir, limits, stop_grace, mode, way, memory_limit_gb)
 
 
 def _after_double_dash(words: list[str]) -> bool:
@@ -121,7 +129,7 @@ def _guard_mode(said: str) -> GuardMode:
 def _run_script(
     script: ForeignScript,
     nproc: int,
-    run_dir: Path | None,
+    enter_dir: Enter,
     limits: Limits,
     stop_grace_s: float,
     guard: GuardMode,
@@ -133,7 +141,7 @@ def _run_script(
     from model_check.observe.environment import snapshot_environment
 
     script.check()
-    directory, claim = enter(run_dir, Job.alone())
+    directory, claim = enter_dir(Job.alone())
     with claim:
         write_json_atomic(directory.environment, snapshot_environment())
         supervisor = supervisor_for(directory, limits)
@@ -162,7 +170,7 @@ def _refuse_a_launcher(words: list[str]) -> None:
 
 
 def _run_command(
-    words: list[str], run_dir: Path | None, limits: Limits, stop_grace_s: float, guard: GuardMode, *, gated: bool
+    words: list[str], enter_dir: Enter, limits: Limits, stop_grace_s: float, guard: GuardMode, *, gated: bool
 ) -> int:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
@@ -176,7 +184,7 @@ def _run_command(
                 f"{words[0]} is not executable", remedy=f"name its interpreter: model-check run -- python {words[0]} …"
             )
         raise UsageError(f"there is no command {words[0]}", remedy="check the command after --")
-    directory, claim = enter(run_dir, Job.alone())
+    directory, claim = enter_dir(Job.alone())
     with claim:
         write_json_atomic(directory.environment, snapshot_environment())
         supervisor = supervisor_for(directory, replace(limits, own_launcher_s=_OWN_LAUNCHER_S))

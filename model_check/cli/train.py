@@ -33,6 +33,7 @@ from model_check.observe.instrument.endings import recording_failures
 from model_check.observe.redaction import redact_text
 from model_check.rundir import Finding, RunDir, Verdict, write_json_atomic
 from model_check.rundir.claim import Claim, Job, enter
+from model_check.rundir.paths import read_mode
 
 CPU_RANKS = 2
 LARGE_ON_A_CPU = 200_000_000  # parameters
@@ -57,6 +58,9 @@ def train(
     num_workers: Annotated[int | None, typer.Option(help="Loader workers per rank.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or weights in another form.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
+    run_dir_mode: Annotated[
+        str, typer.Option(metavar="MODE", help="Permissions of a new run directory, in octal: 0750 for a group.")
+    ] = "0700",
     profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
     force: Annotated[
         bool,
@@ -83,13 +87,14 @@ def train(
     if resolved.launch.low_memory:
         use_less_memory()
     _check_resume(resume)
+    mode = read_mode(run_dir_mode)
     visible = [] if resolved.system.device == "cpu" else list_gpus()
     if resolved.system.device == "cuda" and not visible:
         raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
     launched_by = foreign_launcher(os.environ)
-    enter_dir = partial(enter, run_dir, force=force)
+    enter_dir = partial(enter, force=force, mode=mode)
     if launched_by and not dry_run:
-        return _one_rank_of(resolved, visible, run_dir, resume, force=force, verbose_init=verbose_init)
+        return _one_rank_of(resolved, visible, run_dir, resume, enter_dir, force=force, verbose_init=verbose_init)
     chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
     if nnodes > 1 and rdzv_endpoint is None:
         raise UsageError(f"--nnodes {nnodes} needs a place to meet", remedy="add --rdzv-endpoint HOST:PORT of one host")
@@ -106,7 +111,7 @@ def train(
         force=force,
         say=_to_stderr,
     )
-    return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, enter_dir, resume, verbose_init)
+    return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, partial(enter_dir, run_dir), resume, verbose_init)
 
 
 def _placement(
@@ -164,13 +169,20 @@ def _without_secrets(value: Any) -> Any:
 
 
 def _one_rank_of(
-    config: Config, visible: list[Gpu], run_dir: Path | None, resume: str | None, *, force: bool, verbose_init: bool
+    config: Config,
+    visible: list[Gpu],
+    run_dir: Path | None,
+    resume: str | None,
+    enter_dir: Enter,
+    *,
+    force: bool,
+    verbose_init: bool,
 ) -> int:
     """torchrun or srun has made a rank of this process: train as it, launch nothing."""
     # Every rank must name the same directory, and none may ask another on the way there.
     job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or os.environ.get("MASTER_PORT", "0")
     root = run_dir or Path(".outputs") / f"job-{job}-{os.environ.get('MASTER_PORT', '0')}"
-    directory = _enter_as_rank(root, job, force=force)
+    directory = _enter_as_rank(root, job, enter_dir)
     context = RankContext.from_environment(
         os.environ, run_dir=directory.root, gpus=visible, device=config.system.device
     )
@@ -183,12 +195,12 @@ def _one_rank_of(
     return 0
 
 
-def _enter_as_rank(root: Path, job_id: str, *, force: bool) -> RunDir:
+def _enter_as_rank(root: Path, job_id: str, enter_dir: Enter) -> RunDir:
     """The job's ranks claim the directory together, each until its process ends."""
     if os.environ.get(RUN_DIR_VARIABLE) == str(root.resolve()):
         return RunDir.create(root, resuming=True)  # `model-check run` has claimed it for us
     endpoint = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '0')}"
-    directory, _ = enter(root, Job.meeting_at(endpoint, job_id), resuming=True, force=force)
+    directory, _ = enter_dir(root, Job.meeting_at(endpoint, job_id), resuming=True)
     return directory
 
 

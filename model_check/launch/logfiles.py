@@ -22,7 +22,7 @@ class LogDir:
 
     @classmethod
     def create(cls, run_dir: RunDir, root: Path = LOG_ROOT) -> LogDir:
-        """`/tmp/model_check_logs_<PID>_<timestamp>/`, readable by its owner only, linked as <run_dir>/logs."""
+        """`/tmp/model_check_logs_<PID>_<timestamp>/`, as private as a new run directory, linked as <run_dir>/logs."""
         link = run_dir.logs
         if link.is_dir() and not link.is_symlink():
             raise LaunchError(
@@ -35,6 +35,7 @@ class LogDir:
             try:
                 # Refuses what is already there: in a shared /tmp it may be somebody's trap.
                 path.mkdir(mode=0o700)
+                path.chmod(run_dir.mode)  # whatever the umask
                 break
             except FileExistsError:
                 continue

@@ -68,7 +68,8 @@ def become_rank(
 
 
 def _redirect_streams(log: Path) -> None:
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # As private as its folder.
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, log.parent.stat().st_mode & 0o666)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(source, target)

@@ -18,10 +18,42 @@ _SECRET_NAME = re.compile(
 # One slash where a URL went through a path library.
 _URL_USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
 _URL_PARAMETER = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s\"'<>]+)")
+_URL_SIGNATURE = re.compile(r"(?:^|[-_.])sig$|signature$", re.IGNORECASE)
 _KNOWN_SHAPE = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}"
-    r"|xox[abprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}"
+    r"|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl(?:pat|dt|rt|cbt|ptt|ft|soat|imt|agent|oas)-[\w-]{16,}"
+    r"|A[KS]IA[A-Z0-9]{16}|xox[abeoprs]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{10,}|hooks\.slack\.com/services/[\w/]+"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|AIza[\w-]{35}|ya29\.[\w-]{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}"
+    r"|dckr_pat_[\w-]{16,}|dop_v1_[a-f0-9]{32,}|dapi[a-f0-9]{32}|nvapi-[\w-]{16,}|gsk_[A-Za-z0-9]{20,}"
+    r"|r8_[A-Za-z0-9]{30,}|hv[sb]\.[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,})"
 )
+_PRIVATE_KEY = re.compile(
+    r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?:(-----END [A-Z ]*PRIVATE KEY-----)|\Z)", re.DOTALL
+)
+# `key=`, `token=` and `tokens=` are ordinary words of code and of logs: in a text only these names hold a secret.
+_SECRET_WORD = (
+    r"account_?key|shared_?access_?(?:key|signature)|(?:\w*_)?(?:password|passwd|passphrase|pwd)"
+    r"|(?:\w*[_-])?api[_-]?key|(?:\w*_)?secret(?:_?access)?_?key|(?:\w*_)?(?:client|app)_?secret"
+    r"|(?:\w*_)?(?:access|auth|refresh|session|bearer)[_-]?token"
+)
+_ASSIGNED = re.compile(
+    rf"\b({_SECRET_WORD})\b(\s*=\s*)"
+    # Not a call or an index: then it is a line of code.
+    r"(?:([\"'])(?:(?!\3)[^\\\n]|\\.)+\3|(?!(?:None|True|False)\b|[\w.]*[(\[])[^\s;,&\"'<>()\[\]{}]+)",
+    re.IGNORECASE,
+)
+_QUOTED = re.compile(
+    rf"([\"'](?:{_SECRET_WORD}|token|secret)[\"']\s*:\s*)([\"'])(?:(?!\2)[^\\\n]|\\.)+\2", re.IGNORECASE
+)
+_SIGNED = re.compile(r"\b(sig(?:nature)?=)(?![\w.]*[(\[])[\w%+/=.~-]{16,}", re.IGNORECASE)
+_SCHEMES = "basic|bearer|token|digest|apikey|negotiate"
+_HEADER = re.compile(
+    r"\b((?:(?:proxy-)?authorization|x-api-key|api-key|x-auth-token|x-amz-security-token|private-token)"
+    rf"[\"']?\s*:\s*[\"']?(?:(?:{_SCHEMES})\s+)?)(?!(?:{_SCHEMES})\s)[^\s\"',\[]+",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"\b(bearer\s+)[\w.~+/-]{16,}=*", re.IGNORECASE)
+_NAME = re.compile(r"[^\s\"'{};?&]+")
 _SHORTEST_SECRET = 6  # shorter values ("1", "true") would be blanked out of every other text they occur in
 
 
@@ -57,20 +89,27 @@ def redact_argv(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def _names_in(word: str) -> list[str]:
-    """What may name a value in `--set=hub.token=abc`: `--set` and `--set=hub.token`."""
-    return [word[:place] for place, character in enumerate(word) if character == "="]
+    """What may name a value in `--set=hub.token=abc`: `--set` and `--set=hub.token`; text and URLs have no names."""
+    ends = [place for place, character in enumerate(word) if character == "="]
+    return [word[:end] for end in ends if _NAME.fullmatch(word[:end])]
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text without the given secrets, what URLs hold of them, and tokens of well-known shape."""
+    """The text without the given secrets, what URLs, headers and connection strings hold, and well-known tokens."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
+    text = _PRIVATE_KEY.sub(rf"\1{REDACTED}\2", text)
     text = _URL_PARAMETER.sub(_without_secret, _URL_USER.sub(rf"\1{REDACTED}@", text))
-    return _KNOWN_SHAPE.sub(REDACTED, text)
+    text = _KNOWN_SHAPE.sub(REDACTED, text)
+    text = _QUOTED.sub(rf"\1{REDACTED}", _ASSIGNED.sub(rf"\1\2{REDACTED}", text))
+    for pattern in (_SIGNED, _HEADER, _BEARER):
+        text = pattern.sub(rf"\1{REDACTED}", text)
+    return text
 
 
 def _without_secret(parameter: re.Match[str]) -> str:
-    return f"{parameter[1]}={REDACTED}" if looks_secret(parameter[1]) else parameter[0]
+    secret = looks_secret(parameter[1]) or _URL_SIGNATURE.search(parameter[1])
+    return f"{parameter[1]}={REDACTED}" if secret else parameter[0]
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 from model_check.errors import RunDirError
 from model_check.rundir.files import read_json, write_json_atomic
 from model_check.rundir.identity import identity, is_near, live_pid
-from model_check.rundir.paths import LOCK, RunDir, holds_a_run, new_path
+from model_check.rundir.paths import LOCK, PRIVATE, RunDir, holds_a_run, new_path
 
 _BEAT_S = 10.0
 _DEAD_AFTER_S = 120.0  # without a beat
@@ -184,7 +184,7 @@ def enter(
     resuming: bool = False,
     resume_flag: str = "",
     force: bool | None = None,
-    mode: int = 0o700,
+    mode: int = PRIVATE,
 ) -> tuple[RunDir, Claim]:
     """Claims a run directory for a job and makes its folders. One that is refused stays as it was.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from model_check.errors import RunDirError
 
 DEFAULT_ROOT = Path(".outputs")
 LOCK = "run.lock"
+PRIVATE = 0o700
 
 
 def new_run_id() -> str:
@@ -22,6 +23,20 @@ def new_path(root: Path | str | None) -> Path:
     return Path(root) if root else DEFAULT_ROOT / new_run_id()
 
 
+def read_mode(text: str) -> int:
+    """`--run-dir-mode 0750`, as chmod takes it."""
+    try:
+        mode = int(text, 8)
+    except ValueError:
+        mode = 0
+    if mode & 0o700 != 0o700 or mode > 0o7777:
+        raise RunDirError(
+            f"--run-dir-mode {text} is not a mode that lets the run use its own directory",
+            remedy="give it in octal, e.g. 0700, 0750 or 2770",
+        )
+    return mode
+
+
 def holds_a_run(path: Path) -> bool:
     return any(child.name != LOCK for child in path.iterdir())
 
@@ -31,10 +46,11 @@ class RunDir:
     """The paths of a run. Making one touches nothing; `create` does."""
 
     root: Path
+    mode: int = field(default=PRIVATE, compare=False)  # of the folders that a new run makes
 
     @classmethod
     def create(
-        cls, root: Path | str | None = None, *, resuming: bool = False, resume_flag: str = "", mode: int = 0o700
+        cls, root: Path | str | None = None, *, resuming: bool = False, resume_flag: str = "", mode: int = PRIVATE
     ) -> RunDir:
         """A new, empty run directory (or an existing one when resuming into it).
 
@@ -49,7 +65,7 @@ class RunDir:
                 folder.mkdir(exist_ok=True)
         except OSError as error:
             raise cls.cannot_be_made(path, error) from error
-        return cls(path.resolve())
+        return cls(path.resolve(), mode)
 
     @staticmethod
     def make_root(path: Path, mode: int) -> None:

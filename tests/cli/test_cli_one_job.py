@@ -186,3 +186,23 @@ def test_two_runs_of_a_script_cannot_both_take_an_empty_directory(shell: Shell) 
         first.terminate()
         first.wait()
     assert refused.code == 2 and f"pid {first.pid}" in refused.err, refused.err
+
+
+@pytest.mark.parametrize(("flags", "mode"), [((), 0o700), (("--run-dir-mode", "2750"), 0o2750)])
+def test_a_new_run_directory_and_its_logs_are_private_unless_asked(
+    shell: Shell, flags: tuple[str, ...], mode: int
+) -> None:
+    (shell.folder / "script.py").write_text("print('hello')\n")
+    done = shell.model_check("run", *flags, "--run-dir", "run", "script.py")
+    assert done.code == 0, done.err
+    folders = [shell.folder / "run", (shell.folder / "run" / "logs").resolve()]
+    assert [folder.stat().st_mode & 0o7777 for folder in folders] == [mode, mode]
+
+
+def test_an_existing_directory_keeps_its_mode_and_a_wrong_mode_is_refused(shell: Shell) -> None:
+    (shell.folder / "script.py").write_text("print('hello')\n")
+    (shell.folder / "run").mkdir(mode=0o755)
+    assert shell.model_check("run", "--run-dir", "run", "script.py").code == 0
+    assert (shell.folder / "run").stat().st_mode & 0o777 == 0o755
+    refused = shell.model_check("run", "--run-dir", "other", "--run-dir-mode", "rwx", "script.py")
+    assert refused.code == 2 and "--run-dir-mode rwx" in refused.err and not (shell.folder / "other").exists()

@@ -59,6 +59,77 @@ def test_tokens_of_well_known_shape_go_wherever_they_are() -> None:
     assert redact_variables({"NOTE": f"mine is {token}"})["NOTE"] == f"mine is {REDACTED}"
 
 
+# What stands around a secret that no variable and no flag names.
+HOLDERS = [
+    "DefaultEndpointsProtocol=https;AccountName=me;AccountKey={};EndpointSuffix=core.windows.net",
+    "Endpoint=sb://bus.example/;SharedAccessKeyName=all;SharedAccessKey={}",
+    "https://me.blob.core.windows.net/data/a.bin?sv=2024-01-01&se=2026-01-01&sp=r&sig={}",
+    "https://bucket.s3.amazonaws.com/a?X-Amz-Credential=x&X-Amz-Signature={}&X-Amz-Expires=60",
+    "https://storage.googleapis.com/b/o?X-Goog-Signature={}",
+    "https://d.cloudfront.net/x?Expires=1&Signature={}&Policy=p",
+    "could not connect: host=db user=me password={} dbname=runs",
+    "Server=db;User Id=me;Password={};",
+    "Authorization: Bearer {}",
+    "curl -H 'Authorization: Basic {}' https://example.com",
+    "{{'Authorization': 'token {}'}}",
+    "X-Api-Key: {}",
+    'got {{"password": "{}", "user": "me"}}',
+    "wandb_api_key={}",
+    "aws_secret_access_key = {}",
+    "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
+]
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@given(secret=st.text("abcdefXYZ0189+/=%-_", min_size=20, max_size=60).filter(lambda text: text[0].isalnum()))
+def test_a_secret_never_shows_where_its_holder_tells_what_it_is(holder: str, secret: str) -> None:
+    text = holder.format(secret)
+    shown = redact_text(text)
+    assert secret not in shown and REDACTED in shown
+    assert redact_text(shown) == shown
+    assert secret not in redact_variables({"NOTE": text})["NOTE"]
+    assert secret not in " ".join(redact_argv(["train", text], {}))
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "glpat-" + "aB3_x" * 4,
+        "ASIA" + "A1" * 8,
+        "AIza" + "b" * 35,
+        "npm_" + "a1" * 18,
+        "nvapi-" + "x1" * 20,
+        "SG." + "a" * 22 + "." + "b" * 43,
+        "dckr_pat_" + "x" * 27,
+        "sk_live_" + "a" * 24,
+    ],
+)
+def test_more_tokens_of_well_known_shape(token: str) -> None:
+    assert redact_text(f"with {token}, then") == f"with {REDACTED}, then"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss 8.3144 | LR: 1.00e-07 | Grad Norm: 1.7089",
+        "commit 3f786850e387550fdab836ed7e6dc881de23001b",
+        "sorted(items, key=len)  # num_tokens=1024 pad_token_id=0 max_tokens=7",
+        "/data/keys/part-00001.bin?split=train&x=1",
+        "signature=inspect.signature(forward)",
+        "password=getpass.getpass(), token=None, api_key=os.environ['X'], password=None",
+        "killed with sig=9",
+        "def login(password: str, token: str) -> None:",
+        "KeyError: 'token'",
+        "the author's tokenizer: bytes, cookie: none",
+        "model-00001-of-00002.safetensors sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+        "bearer of bad news",
+        "authorization failed: ask the owner",
+    ],
+)
+def test_ordinary_text_stays_as_it_is(text: str) -> None:
+    assert redact_text(text) == text
+
+
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "GIT_AUTHOR_NAME", "PATH", "data.tokenizer", "NCCL_DEBUG"])
 def test_names_that_are_no_secrets(name: str) -> None:
     assert not looks_secret(name)
