@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import faulthandler
 import io
 import multiprocessing.process
@@ -77,12 +78,27 @@ def _redirect_streams(log: Path) -> None:
     os.close(nothing)
 
 
+class _Output(io.FileIO):
+    """A rank's log as a stream. What a full disk does not take is dropped: print() must not end the training."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            return memoryview(data).nbytes
+
+
 def prepare_interpreter() -> None:
     """Fresh text streams, a stack on a fatal signal, and what libraries read from the environment at import only."""
     sys.stdin = io.TextIOWrapper(os.fdopen(0, "rb", closefd=False), encoding="utf-8")
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = io.TextIOWrapper(
-            os.fdopen(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
+            io.BufferedWriter(_Output(fd, "wb", closefd=False)),
+            encoding="utf-8",
+            errors="backslashreplace",
+            line_buffering=True,
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

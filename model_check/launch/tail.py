@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,8 +23,9 @@ class LineTail:
         self._dropped = 0
         self._copy: BinaryIO | None = None
         if copy_to is not None:
-            copy_to.parent.mkdir(parents=True, exist_ok=True)
-            self._copy = copy_to.open("ab", buffering=0)
+            with suppress(OSError):  # a copy that cannot be made costs the job nothing
+                copy_to.parent.mkdir(parents=True, exist_ok=True)
+                self._copy = copy_to.open("ab", buffering=0)
 
     def read(self) -> list[str]:
         """The lines completed since the last call, out of at most 256 kB of new output."""
@@ -52,7 +54,8 @@ class LineTail:
                 return b""
         data = os.read(self._fd, _READ_BYTES)
         if data and self._copy is not None:
-            self._copy.write(data)
+            with suppress(OSError):  # its disk is full: the lines are still shown, and still in the log
+                self._copy.write(data)
         return data
 
     def _split(self, data: bytes) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import unicodedata
 from contextlib import suppress
@@ -201,3 +203,19 @@ def test_a_stream_that_knows_ascii_only_gets_escapes(tmp_path: Path) -> None:
         console.follow("CPU0", log)
         console.close()
     assert shown.read_text() == "[CPU0] W\\xf6rter \\u2713\n"
+
+
+def test_a_copy_on_a_full_disk_costs_no_line(tmp_path: Path) -> None:
+    log = tmp_path / "rank-00000.log"
+    log.write_text("one\ntwo\n")
+    tail = LineTail(log, copy_to=Path("/dev/full"))
+    assert tail.read() == ["one", "two"] and tail.close() == []
+
+
+def test_a_rank_of_ours_prints_on_where_its_log_is_on_a_full_disk() -> None:
+    code = (
+        "from model_check.launch.ranks import prepare_interpreter; prepare_interpreter();"
+        "[print('x' * 10000, flush=True) for _ in range(9)]; import os; os._exit(7)"
+    )
+    with Path("/dev/full").open("wb") as full:
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full).returncode == 7
