@@ -126,7 +126,7 @@ def _code_of_ranks(name: str, code: int, said: str, watched: bool) -> int:
 def _files(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        stable = path.suffix not in _UNSTABLE
+        stable = (path.suffix or path.name) not in _UNSTABLE
         found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest() if stable else "present"
     return found
 

@@ -28,6 +28,7 @@ from model_check.launch.failures import FailedRank, first_failure, read_error, w
 from model_check.launch.group import RankGroup
 from model_check.launch.hooks import Graces, Hooks, JobEnded, JobStopped, JobView, Outcome
 from model_check.launch.journal import Journal
+from model_check.launch.log_room import LogRoom
 from model_check.launch.logfiles import LogDir
 from model_check.launch.nursery import Nursery, StartRank
 from model_check.launch.signals import StopRequest
@@ -67,6 +68,8 @@ class RankAgent(SimpleElasticAgent):
         self._console = console
         self._ranks: RankGroup | None = None
         self._started_at = 0.0
+        self._log_room = LogRoom()
+        self._logs_are_full = False
         self.labels: dict[int, str] = {}
         self.outcome = Outcome()
 
@@ -105,6 +108,7 @@ class RankAgent(SimpleElasticAgent):
         ranks = self._ranks
         assert ranks is not None, "torchelastic monitors workers only after it has started them"
         ranks.wait(POLL_S)
+        self._make_room_for_logs()
         self.outcome = Outcome(exits=ranks.exits)
         while self._stop.messages:
             ranks.pass_on(self._stop.messages.popleft())
@@ -128,6 +132,18 @@ class RankAgent(SimpleElasticAgent):
         self._console.say(f"{name}: the ranks have {self._graces.stop_s:g} s to save and stop{again}")
         ranks.end(self._graces.stop_s, self._stop.for_ranks, hurry=self._asked_again, lost_s=self._graces.lost_s)
         raise JobStopped
+
+    def _make_room_for_logs(self) -> None:
+        full = self._log_room.look(map(self._logs.rank, self.labels))
+        if full is not None and not self._logs_are_full:
+            self._logs_are_full = True
+            said = f"the disk of the logs in {self._logs.path} is full ({full.strerror}): parts of them are dropped"
+            self._console.say(said)
+            if self._hooks.on_trouble is not None:
+                self._hooks.on_trouble(said)
+
+    def give_back_log_room(self) -> None:
+        self._log_room.close()
 
     def _asked_again(self) -> bool:
         """Polled while the ranks have their grace, until it is true: that is the moment to say so."""

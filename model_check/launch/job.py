@@ -216,6 +216,7 @@ def _supervise(
     except JobEnded as ended:
         return _ended(agent.outcome, ended.order, logs)
     finally:
+        agent.give_back_log_room()
         handler.shutdown()
     return _result(agent.outcome, agent.labels, logs)
 

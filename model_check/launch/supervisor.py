@@ -149,7 +149,12 @@ class Supervisor:
             for rank, pid in view.pids.items():
                 self.rank_started(rank, pid, view.started_at)
 
-        return Hooks(on_start=on_start, on_poll=lambda _: self.poll(), on_exit=self.rank_exited)
+        return Hooks(
+            on_start=on_start,
+            on_poll=lambda _: self.poll(),
+            on_exit=self.rank_exited,
+            on_trouble=self.notes.add,
+        )
 
     # The loop.
 

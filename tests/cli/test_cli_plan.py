@@ -137,7 +137,7 @@ def test_a_run_that_fits_starts_in_silence_and_leaves_its_plan() -> None:
     assert said == [] and fitted.plan is not None
     assert fitted.plan["fits"] and fitted.plan["gpu"] == "H200"
     assert fitted.plan["memory"]["peak_gib"] == pytest.approx(33.4, rel=0.02)
-    assert fitted.plan["remedies"][0]["flags"].startswith("--set training.batch_size=1")
+    assert fitted.plan["remedies"][0]["flags"] == "--set parallel.activation_checkpointing=selective"
 
 
 def test_memory_that_others_hold_is_a_warning() -> None:

@@ -35,7 +35,7 @@ PLAIN_END_S = 60.0  # from the first result of a plain run to its end
 POLL_S = 0.02
 # A rate may be low on a busy machine, and is told; what these say of the numbers is true or false anywhere.
 SHOWN = re.compile(r"(error|warning|info)\[(MC\d+)\]: (.*)")
-EARLY_WARNINGS = frozenset({"MC413", "MC414", "MC415", "MC416", "MC705"})
+EARLY_WARNINGS = frozenset({"MC410", "MC413", "MC414", "MC415", "MC416", "MC705"})
 
 
 @dataclass

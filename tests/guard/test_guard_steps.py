@@ -390,8 +390,9 @@ def test_a_loss_code_that_was_handed_bad_numbers_is_not_blamed(watched: Callable
     loss.backward()
     run.guard.optimizer_begins(run.optimizer)
     (event,) = run.events("nonfinite")
-    assert (event["cause"], event.get("op")) == ("MC401", None)
-    assert event["evidence"] == ["inferred: the operation is not known: what its forward was given is no longer there"]
+    assert (event["cause"], event["op"], event["module"]) == ("MC401", "addmm", "Net")
+    given = "it is the first operation that is given a number that is not finite"
+    assert event["evidence"] == [f"inferred: addmm in the forward of Net: {given}"]
 
 
 @pytest.mark.parametrize("mode", ["observe", "off"])

@@ -9,6 +9,7 @@ words are kept: holding on to the exception itself would hold on to its frames a
 from __future__ import annotations
 
 import builtins
+import errno
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -180,6 +182,14 @@ class Notes:
 NOTES = Notes()
 
 
+def _is_our_log(stream: TextIO) -> bool:
+    """Whether a stream is the log that the launcher opened for this rank, and no file or terminal of the user's."""
+    try:
+        return "/model_check_logs_" in str(Path(f"/proc/self/fd/{stream.fileno()}").readlink())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def listen_to(stream: TextIO | None, interpreter_says: Callable[[str], None] | None = None) -> None:
     """Notes the exception being handled whenever something is written: handlers print and log what they swallow.
 
@@ -188,6 +198,7 @@ def listen_to(stream: TextIO | None, interpreter_says: Callable[[str], None] | N
     if stream is None:
         return
     write = stream.write
+    into_our_log = _is_our_log(stream)
 
     def heard(text: str) -> int:
         handled = sys.exc_info()[1]
@@ -195,7 +206,13 @@ def listen_to(stream: TextIO | None, interpreter_says: Callable[[str], None] | N
             NOTES.caught(handled)
         if interpreter_says is not None and sys._getframe().f_back is None:
             interpreter_says(text)
-        return write(text)
+        try:
+            return write(text)
+        except OSError as error:
+            # The script did not choose this file: what its full disk does not take is dropped.
+            if into_our_log and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return len(text)
+            raise
 
     try:
         stream.write = heard  # type: ignore[method-assign]

@@ -12,10 +12,11 @@ PAUSE = float(os.environ.get("CONTROL_PAUSE", "8"))
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    torch.manual_seed(rank)
     stage, replica = rank // 2, rank % 2
+    torch.manual_seed(stage)  # both replicas of a stage begin alike
     data_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     layer = torch.nn.Linear(8, 8)
+    torch.manual_seed(rank)
     opt = torch.optim.SGD(layer.parameters(), lr=0.05)
     for step in range(30):
         if stage == 0:
