@@ -50,9 +50,7 @@ def test_a_script_prints_on_where_tmp_is_full(outside_tmp: Path) -> None:
     if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("this machine does not let us mount a /tmp of our own")
     (outside_tmp / "script.py").write_text(SCRIPT)
-    command = (
-        f"mount -t tmpfs -o size=24m tmpfs /tmp && exec {sys.executable} -m model_check run --run-dir run script.py"
-    )
+    run = f"{sys.executable} -m model_check run --run-dir run script.py"
     done = subprocess.run(
         ["unshare", "-m", "bash", "-c", f"mount -t tmpfs -o size=24m tmpfs /tmp && exec {run}"],
         cwd=outside_tmp,
