@@ -1,4 +1,4 @@
-"""Print the resolved configuration. In code it is `from model_check import load_config, validate_config`."""
+"""Print the resolved configuration. In code, use `from model_check import load_config, validate_config`."""
 
 from scripts.doors import enter
 

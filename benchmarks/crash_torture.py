@@ -158,7 +158,7 @@ class Torture:
         pids = self._wait(job, self._pids_of_attempt(number))
         moment = self.dice.choice(MOMENTS)
         if moment == "start":
-            # Until its first step at the latest: a fast machine would train to the end in that second.
+            # Wait no longer than until the first step: a fast machine could finish training within that second.
             until = time.monotonic() + self.dice.uniform(0, 1.0)
             self._wait(job, lambda: time.monotonic() >= until or len(records(self.run_dir)) > had)
         elif moment == "save":

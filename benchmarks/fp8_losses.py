@@ -2,8 +2,8 @@
 
     python benchmarks/fp8_losses.py --steps 500 --seeds 0 1
 
-The text is what every Python installation has: source and documentation of its packages. A BPE is trained on it first,
-so that the tokens are those of real text. Compared is the mean training loss of the last 50 steps.
+The text is the source and documentation of the installed Python packages. A BPE is trained on it first, so the tokens
+are realistic. The benchmark compares the mean training loss of the last 50 steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AVERAGED = 50
 
 
 def texts(folders: list[Path], most_bytes: int) -> Iterator[str]:
-    """Files in an order that a hash decides, so that a prefix is a mixture of all packages; none twice."""
+    """Files ordered by a hash, without duplicates, so that any prefix is a mixture of all packages."""
     files = [f for folder in folders for f in folder.rglob("*") if f.suffix in SUFFIXES and f.is_file()]
     seen: set[bytes] = set()
     taken = 0
@@ -58,7 +58,7 @@ def texts(folders: list[Path], most_bytes: int) -> Iterator[str]:
 
 
 def tokenize(corpus: list[str], vocabulary: int) -> torch.Tensor:
-    """All tokens of the corpus by a byte-level BPE that was trained on it, one document after the other."""
+    """Tokens of the whole corpus, document by document, from a byte-level BPE trained on it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

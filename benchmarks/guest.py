@@ -1,12 +1,12 @@
-"""What a script notices of us: unchanged scripts under torchrun and under `model-check run`, in turns.
+"""Does a script notice us? Runs unchanged scripts under torchrun and under `model-check run`, in turns.
 
-    python benchmarks/guest.py                        7 pairs of every guest that is installed
+    python benchmarks/guest.py                        7 pairs of every guest whose packages are installed
     python benchmarks/guest.py --only fsdp2 trainer   some of them
     python benchmarks/guest.py --short                few steps, one pair, no judgement of CPU time
 
-The same of both: losses and final weights to the bit, exit codes, files, compiled graphs and graph breaks, warnings.
-The CPU time of the ranks after the warm-up differs by at most 3 % (the median over the pairs). No finding. The guests
-are in benchmarks/guests; they know nothing of Model Check and note these things about themselves.
+Both runs must have the same losses and final weights to the bit, the same exit codes, files, compiled graphs, graph
+breaks and warnings, and no finding. After the warm-up, the CPU time of the ranks may differ by at most 3 % (median over
+the pairs). The guests are in benchmarks/guests; they know nothing of Model Check and record these things themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PACKAGES = {"trainer": "transformers", "lightning_fit": "lightning", "accelerat
 _LIBRARY = {"guestbook", "loop", "model"}
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 _WARNING = re.compile(r"warning|does not know how to trace", re.I)
-# Files whose bytes hold a time, a path or the order of threads; their names count.
+# Files whose contents depend on the time, a path or thread order: only their names are compared.
 _UNSTABLE = {".bin", ".json", ".metadata", ".distcp", ".ckpt", ".pth"}
 
 
@@ -68,7 +68,7 @@ def names() -> list[str]:
 
 
 def missing(name: str) -> str | None:
-    """The package that this guest needs and this environment lacks."""
+    """The package that this guest needs but this environment lacks."""
     package = _PACKAGES.get(name)
     return package if package is not None and importlib.util.find_spec(package) is None else None
 
@@ -106,7 +106,7 @@ def visit(name: str, home: Path, *, watched: bool, cache: Path, environ: dict[st
 
 
 def _interrupt(launcher: subprocess.Popen[bytes], book: Path) -> None:
-    """Ctrl-C once every rank waits for it."""
+    """Sends Ctrl-C once every rank is waiting for it."""
     until = time.monotonic() + LIMIT_S
     while len(list(book.glob("waits-*"))) < RANKS and launcher.poll() is None:
         if time.monotonic() > until:
@@ -116,7 +116,7 @@ def _interrupt(launcher: subprocess.Popen[bytes], book: Path) -> None:
 
 
 def _code_of_ranks(name: str, code: int, said: str, watched: bool) -> int:
-    """torchrun ends with 1 whatever its ranks ended with, and says theirs. An interrupted one says nothing."""
+    """torchrun always exits with 1 and prints the codes of its ranks. If interrupted, it prints nothing."""
     if name == "interrupted":
         return 0
     found = _EXIT_CODE.findall(said)
@@ -132,7 +132,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _warnings(said: str) -> list[str]:
-    """Lines that warn, without who says them, when and in which process."""
+    """Warning lines, stripped of their source, time and process."""
     lines = (re.sub(r"^\[[^\]]*\] ", "", line) for line in said.splitlines() if _WARNING.search(line))
     return sorted({re.sub(r"\d+", "N", line) for line in lines})
 
@@ -163,7 +163,7 @@ class Compared:
 def compare(name: str, pairs: int, *, short: bool, scratch: Path) -> Compared:
     environ = {"GUEST_STEPS": "6", "GUEST_WARM_UP": "2"} if short else {}
     cache = scratch / "compiled"
-    if "compiled" in name:  # both sides then find the same kernels
+    if "compiled" in name:  # so that both sides find the same kernels
         visit(name, scratch / name / "first", watched=False, cache=cache, environ=environ)
     differences: list[str] = []
     ratios, plain_s = [], []
@@ -181,7 +181,7 @@ def compare(name: str, pairs: int, *, short: bool, scratch: Path) -> Compared:
 def _differences(plain: Visit, watched: Visit) -> list[str]:
     theirs, ours = plain.result(), watched.result()
     told = [f"{what}: {_short(theirs[what], ours[what])}" for what in theirs if theirs[what] != ours[what]]
-    unwanted = watched.findings if watched.code == 0 else []  # a guest that fails has earned one
+    unwanted = watched.findings if watched.code == 0 else []  # a failing guest deserves a finding
     return [*told, *(f"finding {found}" for found in unwanted)]
 
 

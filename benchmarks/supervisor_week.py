@@ -1,9 +1,10 @@
-"""What a look of the supervisor costs over a simulated week of eight ranks: memory and CPU must stay flat.
+"""Cost of a supervisor check over a simulated week of eight ranks: memory and CPU must stay flat.
 
     python benchmarks/supervisor_week.py --out benchmarks/results/DATE-supervisor-week.json
 
-Writes the files as a launcher and its ranks would (a sample every 30 s, losses, gradients of 150 parameters, hashes)
-and examines them with the real rules: once for each simulated hour, and at the end of a day ten times with nothing new.
+Writes the files that a launcher and its ranks would write (a sample every 30 s, losses, gradients of 150 parameters,
+hashes) and examines them with the real rules: once per simulated hour, and ten more times at the end of each day with
+nothing new.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python benchmarks/torch_versions.py --out benchmarks/results/DATE-torch-versions.json
 
-Each environment gets one version of torch (2.13.0 may come as a CPU build, the others bring CUDA libraries of about
-3 GB), numpy, and `pip install .`: nothing of the trainer. The cases need torch alone: faults of each family, and three
-healthy scripts.
+Each environment gets one version of torch (2.13.0 may be a CPU build; the others bring about 3 GB of CUDA libraries),
+numpy, and `pip install .`, without the trainer. The cases need only torch: faults of each family, and three healthy
+scripts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def try_version(version: str, folder: Path, cases: list[str]) -> dict[str, dict[str, str]]:
-    """One row of the fault table for each case: code, rank, line, seconds, and what was not as promised."""
+    """One row of the fault table for each case: code, rank, line, seconds, and any broken promise."""
     venv.create(folder / "env", with_pip=True)
     python = folder / "env" / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]

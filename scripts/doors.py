@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-# What every verb imports. run.sh installs all of it into VENV, which a fresh shell does not know of.
+# Packages that every verb imports. run.sh installs them into VENV, which a fresh shell does not know about.
 PACKAGES = ("torch", "typer", "pydantic", "psutil", "yaml", "rich")
 
 

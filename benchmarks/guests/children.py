@@ -1,4 +1,4 @@
-"""Children started with Popen: short ones in every few steps, and a helper with a process group of its own."""
+"""Children started with Popen: a short one every few steps, and a helper with its own process group."""
 
 import subprocess
 import sys

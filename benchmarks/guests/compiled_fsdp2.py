@@ -1,4 +1,4 @@
-"""torch.compile of a model that FSDP2 shards."""
+"""torch.compile over a model sharded by FSDP2."""
 
 import torch
 import torch.distributed as dist

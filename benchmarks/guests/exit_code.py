@@ -1,4 +1,4 @@
-"""A script that ends itself with a code of its own."""
+"""A script that exits with its own exit code."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""What a guest notes about itself: losses, weights, compiled graphs and CPU time. It knows nothing of Model Check.
+"""A guest's notes about itself: losses, weights, compiled graphs and CPU time. It knows nothing of Model Check.
 
-The notes of each rank go to a file in the folder that GUESTBOOK names, outside the folder in which the guest works.
+Each rank writes its notes to a file in the folder named by GUESTBOOK, outside the guest's working folder.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Guestbook:
         self._warm = _cpu_seconds()
 
     def step(self, loss: Any) -> None:
-        """One step is over; the CPU clock starts after the steps that warm up."""
+        """Call after each step. The CPU clock starts after the warm-up steps."""
         self.losses.append(float(loss).hex())
         if len(self.losses) == WARM_UP:
             self._warm = _cpu_seconds()
 
     def close(self, weights: Mapping[str, Any], **more: Any) -> None:
-        """Writes the notes: after the last step, before anything is saved."""
+        """Writes the notes. Call it after the last step and before anything is saved."""
         cpu_s = _cpu_seconds() - self._warm
         dynamo = sys.modules.get("torch._dynamo.utils")
         counters = dynamo.counters if dynamo is not None else {}
@@ -60,7 +60,7 @@ def _cpu_seconds() -> float:
 
 
 def digest(weights: Mapping[str, Any]) -> str:
-    """The same for the same bits."""
+    """A hash of the weights' exact bits."""
     found = hashlib.sha256()
     for name, value in weights.items():
         if isinstance(value, torch.Tensor):

@@ -163,9 +163,9 @@ def point_latest(folder: Path, target: Path) -> None:
 def surplus(
     lineage: Path, saved: Path, counts: Container[int], *, last: int, every: int, best: int | None
 ) -> list[Path]:
-    """What need not be kept: older than the last N that count, no K-th step, not the best, not what was just saved.
+    """Checkpoints to remove: older than the last N sound ones, not a K-th step, not the best, not the one just saved.
 
-    counts: the steps whose checkpoints are sound. Others use up no place among the last N, and stay among them.
+    counts: steps with a sound checkpoint. Others do not count towards the last N, and stay if they lie among them.
     """
     found = {step_of(path): path for path in committed(lineage)}
     newest = [step for step in found if step in counts][-last:]
@@ -182,7 +182,7 @@ def surplus(
 
 
 def _is_needed_by_a_branch(checkpoint: Path) -> bool:
-    """A lineage beside this one began from it and has saved nothing yet."""
+    """Whether a sibling lineage started from this checkpoint and has saved nothing yet."""
     branches = [path for path in _children(checkpoint.parent.parent) if (path / CONTINUES).exists()]
     return any(origin(path) == checkpoint.resolve() and not committed(path) for path in branches)
 

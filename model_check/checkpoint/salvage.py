@@ -1,7 +1,7 @@
-"""What a failing rank can still save by itself: a local file, no collective, weights only.
+"""What a failing rank can still save by itself: weights only, in a local file, without collectives.
 
-One file a job. The first rank that fails creates `error_step.claim` and writes; the others find it and leave. That is
-the rank that failed by itself, because its peers lose it only when it is gone. If it was killed, a peer writes instead.
+One file per job. The first failing rank creates `error_step.claim` and writes; the others find the claim and do not.
+The first is the rank that caused the failure: its peers fail only once it is gone. If it was killed, a peer writes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _CLAIM = "error_step.claim"
 
 
 def write_error_checkpoint(directory: Path, rank: int, step: int, model: nn.Module) -> Path | None:
-    """The parameters as `error_step_N_rank_R.pt`, written aside and renamed.
+    """Writes the parameters to a temporary file and renames it to `error_step_N_rank_R.pt`.
 
-    None where another rank of the job does it, or where this rank holds only a shard.
+    None if another rank of the job writes it, or if this rank holds only a shard.
     """
     state = model.state_dict()
     if not all(_is_whole(tensor) for tensor in state.values()):
@@ -45,7 +45,7 @@ def write_error_checkpoint(directory: Path, rank: int, step: int, model: nn.Modu
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Before training, by one rank of the job: claims and half-written files of jobs that are gone."""
+    """Removes claims and half-written files of dead jobs. One rank of the job calls it before training."""
     for path in [directory / _CLAIM, *directory.glob("error_step_*.tmp")]:
         try:
             whose = path.read_text() if path.name == _CLAIM else path.stem.rpartition("@")[2]
@@ -57,6 +57,6 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _is_whole(tensor: Any) -> bool:
-    """Whether this rank holds all of it, and not a shard of a DTensor."""
+    """Whether this rank holds the whole tensor, not a shard of a DTensor."""
     placements = getattr(tensor, "placements", ())
     return not any(placement.is_shard() for placement in placements) or tensor.device_mesh.size() == 1

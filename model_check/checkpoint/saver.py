@@ -39,7 +39,7 @@ _ROOM_BESIDES_TENSORS = 1 << 16
 _MOST_WRITERS = 4
 
 
-Fault = tuple[int, str]  # the number and the text of an OSError, or 0 and the text of another failure
+Fault = tuple[int, str]  # errno and text of an OSError; for any other failure, 0 and its text
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Saver:
         self._claim: IO[str] | None = None
         self.lineage, self._owner = self._agree_on_folder(directory, lineage, origin, name)
         self._origin = origin.resolve() if origin is not None else None
-        # Training goes on from an earlier one, so these were found to be damaged.
+        # Training continues from an earlier checkpoint, so these were found to be damaged.
         self._damaged = {path for path in layout.committed(self.lineage) if self._is_after_origin(path)}
         self.shared = lineage if lineage is not None and self.lineage != lineage else None
 
@@ -294,9 +294,9 @@ class Saver:
         self._damaged.discard(target)
 
     def _discard_surplus(self, saved: Path) -> tuple[Fault | None, Fault | None]:
-        """A fault of the new checkpoint and one of the removal. Collective.
+        """Returns a fault in the new checkpoint and a fault in the removal. Collective.
 
-        What training was resumed from is removed only after every rank has read back its share of the new one.
+        The checkpoint training resumed from is removed only after every rank has read back its part of the new one.
         """
         surplus: list[Path] = []
         untidy = self._attempt(lambda: surplus.extend(self._surplus(saved))) if self._peers.is_first else None
@@ -318,13 +318,13 @@ class Saver:
             try:
                 manifest = check_sizes(path)
             except CheckpointError:
-                continue  # the search for a checkpoint names it
-            # A later step than this one was passed over when training went back behind it.
+                continue  # the search for a checkpoint reports it
+            # A later step was skipped when training went back to an earlier one.
             if path in self._damaged or manifest.step > step_of(saved):
                 continue
             sound.add(manifest.step)
             loss = manifest.extra.get("val_loss")
-            if isinstance(loss, (int, float)) and math.isfinite(loss):  # NaN is not less than any other
+            if isinstance(loss, (int, float)) and math.isfinite(loss):  # NaN compares as not less than any loss
                 losses[manifest.step] = float(loss)
         keep = self._retention
         best = layout.best_step(losses) if keep.best else None

@@ -35,11 +35,11 @@ def newest(
     is_other_data: Callable[[Manifest], bool] = lambda manifest: False,
     experiment: str | None = None,
 ) -> Found:
-    """The highest step that verifies and fits: of `lineage` (or of what it began from), or of one in the directory.
+    """The highest step that verifies and fits, in `lineage` (or its origin), or in any lineage of the directory.
 
-    Without `lineage`, model and data say which lineages may be continued; of several, one of the same `experiment`.
-    Where that leaves a choice, where nothing fits, or where a branch has lost what it began from, it raises rather
-    than starting over unasked.
+    Without `lineage`, model and data decide which lineages may be continued; of several, one with the same `experiment`
+    is taken. If that leaves a choice, if nothing fits, or if a branch has lost its origin, it raises rather than
+    starting over unasked.
     """
     notes: list[str] = []
     first_misfit: CheckpointError | None = None
@@ -121,7 +121,7 @@ def _of_one_lineage(lineage: Path) -> tuple[list[Candidate], Path | None]:
 def _of_all_lineages(
     directory: Path, misfit: Misfit, is_other_data: Callable[[Manifest], bool], experiment: str | None
 ) -> CheckpointError | tuple[list[Candidate], None]:
-    """What may be continued, and in front of it what is passed over; an error where the user must choose."""
+    """Skipped candidates first, then candidates to continue from; an error if the user must choose."""
     ours: list[tuple[Path, Checkpoint]] = []
     others: list[Checkpoint] = []
     passed_over: list[Candidate] = []
@@ -169,7 +169,7 @@ def _head(lineage: Path) -> Checkpoint | None:
 
 
 def _highest_step_first(lineage: Path) -> list[Candidate]:
-    """Not by wall-clock time, which may be set back. With the fault of those that were never finished."""
+    """Not ordered by wall-clock time, which may be set back. Unfinished checkpoints come with their fault."""
     found: list[Candidate] = [(path.resolve(), None) for path in layout.committed(lineage)]
     for path in layout.unfinished(lineage):
         unfinished = CheckpointError(

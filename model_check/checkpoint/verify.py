@@ -49,7 +49,7 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> Checkpoint:
 
 
 def check_sizes(path: Path) -> Manifest:
-    """The manifest; raises CheckpointError where it or a file is missing or has another size. Reads no tensors."""
+    """The manifest. Raises CheckpointError if it or a file is missing or has the wrong size. Reads no tensors."""
     manifest = Manifest.read(path)
     for name, size in manifest.files.items():
         file = path / name

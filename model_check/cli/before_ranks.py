@@ -1,6 +1,6 @@
-"""What every rank would stop at and one look at the files shows: said once, before any rank starts.
+"""Finds problems in the files that would stop every rank, and reports them once, before any rank starts.
 
-Of weights only the headers are read: milliseconds, also for 70B.
+Only the headers of weights are read, which takes milliseconds even for 70B.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from model_check.models import build_meta_model, check_pretrained
 
 
 def check_weights(config: Config, resume: str | None) -> None:
-    """The weights that the model begins with are there, whole, and its own."""
+    """Checks that the model's initial weights exist, are complete and fit the model."""
     with _as_usage_error(codes.MODEL_FOLDER):
         if config.model.init == "pretrained" and config.model.model_path:
             model = build_meta_model(shape_of(config))
@@ -37,7 +37,7 @@ def check_weights(config: Config, resume: str | None) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Ours, which the ranks verify as they read it, or a folder of them."""
+    """Whether it is a checkpoint of ours, which the ranks verify as they read it, or a folder of them."""
     try:
         return kind_of(path) == "sharded"
     except CheckpointError:
@@ -45,7 +45,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def check_data(config: Config, world_size: int, data: PreparedData) -> None:
-    """There are samples for a global batch and for an evaluation, and the model has a row for every token."""
+    """Checks that there are samples for a global batch and an evaluation, and a row in the model for every token."""
     with _as_usage_error("MC904"):
         open_loader(config, Place(0, world_size), data.train)
         if config.training.eval_interval and data.valid is not None:
@@ -56,7 +56,7 @@ def check_data(config: Config, world_size: int, data: PreparedData) -> None:
 
 @contextmanager
 def _as_usage_error(code: str) -> Iterator[None]:
-    """A file that the configuration names and that cannot be used is a fault of the configuration."""
+    """An unusable file that the configuration names is a configuration error."""
     try:
         yield
     except HubUnavailable:

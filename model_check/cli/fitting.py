@@ -1,4 +1,4 @@
-"""Before a launch: does the run fit into these GPUs and this host? What cannot is refused, or made to fit.
+"""Before a launch: does the run fit into these GPUs and this host? A run that does not is refused, or made to fit.
 
 The plan of the run goes into its directory: should it run out of memory all the same, the finding compares the two.
 """
@@ -75,16 +75,16 @@ def fit_to_gpus(
 def check_host_memory(
     config: Config, *, on_gpu: bool, world_size: int, ranks_per_host: int, force: bool, say: Callable[[str], None]
 ) -> None:
-    """Refuses a run whose ranks must hold more than this host has: the kernel would kill them one by one.
+    """Refuses a run whose ranks need more memory than this host has: the kernel would kill them one by one.
 
-    Only what no run can do without is counted: parameters, gradients and optimizer states.
+    Counts only what every run needs: parameters, gradients and optimizer states.
     """
     if _shape_is_on_the_hub(config) or (on_gpu and not config.fsdp.cpu_offload):
         return
     parameters = shape_of(config).parameters()
     layout = choose_layout(config, world_size, ranks_per_host=ranks_per_host, parameters=parameters)
     load = workload_of(config, world_size)
-    # CPU ranks store their parameters in float32, whatever their products run in.
+    # CPU ranks store their parameters in float32, whatever precision their products use.
     state = plan_state(parameters, load if on_gpu else replace(load, precision="fp32"), layout)
     needed = ranks_per_host * (state.host if on_gpu else state.allocated + state.host)
     host = _host_bytes()
@@ -103,7 +103,7 @@ def check_host_memory(
 
 
 def _host_bytes() -> int:
-    """Memory of this host, or of the container that this process lives in."""
+    """Memory of this host, or of the container that this process runs in."""
     total = psutil.virtual_memory().total
     return min(total, container_limit() or total)
 

@@ -14,7 +14,7 @@ from model_check.errors import LaunchError
 _OURS = "model_check"
 _MACHINERY = ("importlib", "_frozen_importlib", "_frozen_importlib_external", "runpy", "__main__", _OURS)
 _LONGEST = 300
-# Modules whose distribution has another name.
+# Modules whose distribution has a different name.
 _DISTRIBUTIONS = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
 _EXTRA = re.compile(r"""^(?P<name>[\w.-]+).*;\s*extra\s*==\s*["'](?P<extra>\w+)["']""")
 
@@ -37,7 +37,7 @@ def broken_package(error: BaseException) -> LaunchError | None:
 
 
 def _how_to_install(module: str) -> str:
-    """The extra of ours that brings the package, where one does."""
+    """Which of our extras installs the package, if one does."""
     wanted = _DISTRIBUTIONS.get(module, module).replace("_", "-").lower()
     try:
         requirements = importlib.metadata.requires("model-check") or []

@@ -25,7 +25,7 @@ from model_check.rundir.paths import read_mode
 from model_check.rundir.verdict import Outcome
 
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "mpiexec", "srun"})
-Enter = Callable[[Job], tuple[RunDir, Claim]]  # `enter` with what the flags say of the run directory
+Enter = Callable[[Job], tuple[RunDir, Claim]]  # `enter` with the run directory's flags filled in
 _OWN_LAUNCHER_S = 10.0  # what torchrun and its like get to end a crashed job in their own way
 
 
@@ -190,7 +190,7 @@ def _run_command(
         supervisor = supervisor_for(directory, replace(limits, own_launcher_s=_OWN_LAUNCHER_S))
         env = injected_environment(directory, os.environ, guard)
         if gated:
-            # How many ranks it starts is known to the command alone: the gate lets through what the host can hold.
+            # Only the command knows how many ranks it starts, so the gate admits as many as the host can hold.
             env |= plan_gate(directory, os.cpu_count() or 1).variables()
         result = run_command(words, run_dir=directory, env=env, supervisor=supervisor, stop_grace_s=stop_grace_s)
         outcome: Outcome = "completed" if result.exit_code == 0 else "failed"

@@ -32,7 +32,7 @@ def supervisor_for(directory: RunDir, limits: Limits) -> Supervisor:
 
 def show_findings(verdict: Verdict, supervisor: Supervisor, last_line: str = "") -> None:
     """The findings as a person reads them, root cause first; one that stands above already takes one line."""
-    with suppress(OSError, ValueError, AttributeError):  # whoever read it may be gone
+    with suppress(OSError, ValueError, AttributeError):  # its reader may be gone
         sys.stdout.flush()
     supervisor.fall_silent()
     voice = Voice()
@@ -44,7 +44,7 @@ def show_findings(verdict: Verdict, supervisor: Supervisor, last_line: str = "")
 
 
 def _in_color() -> bool:
-    """Standard error may be closed, or none at all."""
+    """Standard error may be closed or missing."""
     try:
         return sys.stderr.isatty()
     except (ValueError, AttributeError):

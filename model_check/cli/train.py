@@ -38,7 +38,7 @@ from model_check.rundir.paths import read_mode
 CPU_RANKS = 2
 LARGE_ON_A_CPU = 200_000_000  # parameters
 
-Enter = Callable[..., tuple[RunDir, Claim]]  # `enter` with what the flags say of the run directory
+Enter = Callable[..., tuple[RunDir, Claim]]  # `enter` with the run directory's flags filled in
 
 
 def train(
@@ -196,7 +196,7 @@ def _one_rank_of(
 
 
 def _enter_as_rank(root: Path, job_id: str, enter_dir: Enter) -> RunDir:
-    """The job's ranks claim the directory together, each until its process ends."""
+    """The ranks of a job share the claim on the directory; each holds it until its process ends."""
     if os.environ.get(RUN_DIR_VARIABLE) == str(root.resolve()):
         return RunDir.create(root, resuming=True)  # `model-check run` has claimed it for us
     endpoint = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '0')}"
@@ -354,7 +354,7 @@ def _verdict_before_the_ranks(directory: RunDir, world_size: int) -> Iterator[No
 
 @contextlib.contextmanager
 def _mistakes_in_the_verdict(directory: RunDir, *, phase: str) -> Iterator[None]:
-    """A mistake that ends the launcher ends its verdict too, which would say for ever that the run goes on."""
+    """Writes an error that ends the launcher into its verdict, which would otherwise say "running" forever."""
     try:
         yield
     except ModelCheckError as error:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from model_check.config.shapes import SHAPES, ModelShape, RopeScaling
     from model_check.config.validate import check_world
 
-# Loaded on first use: the codes of this package are read where pydantic is not installed.
+# Loaded on first use: this package's codes are also read where pydantic is not installed.
 _HOMES = {
     "load": ("from_jsonable", "load_config", "override_values", "validate_config"),
     "presets": ("DEFAULT_PRESET", "PRESETS", "preset_path"),

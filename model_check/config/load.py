@@ -104,9 +104,9 @@ class _Layers:
         self.origins |= config.origins
 
     def leave_shape_to_named_model(self) -> None:
-        """A preset's sizes describe its own model. A model that the user names brings its whole shape.
+        """Drops a preset's sizes if the user names a model, which brings its whole shape.
 
-        A plain file of weights says no sizes, so those of the preset stay.
+        A plain file of weights gives no sizes, so the preset's sizes stay.
         """
         path = self.values.get("model.model_path")
         if not isinstance(path, str) or self._is_from_preset("model.model_path") or weights_file(path) is not None:

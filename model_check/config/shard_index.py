@@ -45,7 +45,7 @@ def index_of(files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> dict[s
 
 
 def tensors_in_index(text: str) -> dict[str, list[str]]:
-    """Each file that an index names, with its tensors; ValueError where it is no index, or names another folder."""
+    """Each file that an index names, with its tensors. ValueError if it is not an index or names another folder."""
     files: dict[str, list[str]] = {}
     try:
         for tensor, name in json.loads(text)["weight_map"].items():

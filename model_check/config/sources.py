@@ -100,7 +100,7 @@ def read_config_file(path: Path) -> Any:
         return parse_yaml(text) if is_yaml else parse_json(text)
     except OSError as error:
         reason = error.strerror or str(error)
-        # Earlier guides keep what are presets now in files, such as config_stable.json.
+        # Earlier guides keep today's presets in files such as config_stable.json.
         preset = next((name for name in PRESETS if name in path.stem.split("_")), None)
         remedy = f"did you mean --preset {preset}?" if preset else "check the path given to --config"
         problem = Problem(codes.FILE_UNREADABLE, "", f"{path} cannot be read: {reason}", remedy)

@@ -29,7 +29,7 @@ class Branch:
 
     test: str
     site: str
-    names_them: bool  # it names the ranks that get to the line, rather than those that do not
+    names_them: bool  # the condition names the ranks that reach the line, not the ones it excludes
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _calls_of(tree: ast.Module, name: str) -> list[int]:
 
 
 def is_outside(frame: Frame, loop: tuple[int, int]) -> bool:
-    """Whether a line of the loop's file is neither in the loop nor in a function that it calls, directly or not."""
+    """Whether a line of the loop's file is outside the loop and every function the loop calls, directly or not."""
     tree = _tree(frame.file, frame.root)
     if tree is None or loop[0] <= frame.line <= loop[1]:
         return False
@@ -144,10 +144,10 @@ def is_outside(frame: Frame, loop: tuple[int, int]) -> bool:
 
 
 def swallowing_handler(frame: Frame) -> Handler | None:
-    """What lets a rank go on without a line, and says nothing: an `except` that is silent, a `finally` that returns, a
-    `suppress`, in the line's own function, in a decorator of it or around its calls.
+    """The code that silently lets a rank skip a line: a silent `except`, a `finally` that returns, or a `suppress`. It
+    may be in the line's own function, in a decorator of it, or around its calls.
 
-    None where the source has another way past the line, such as an `if` or a `continue`: nobody could tell them apart.
+    None if the source has another way past the line, such as an `if` or a `continue`: the two cannot be told apart.
     """
     tree = _tree(frame.file, frame.root)
     if tree is None:
@@ -160,7 +160,7 @@ def swallowing_handler(frame: Frame) -> Handler | None:
 
 
 def _swallower(tree: ast.Module, line: int, callers: int) -> tuple[str, int] | None:
-    """Its text and its line."""
+    """The text and line of the code that swallows an exception raised at `line`."""
     path = _path_to(tree, line)
     for node in reversed(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -180,7 +180,7 @@ def _swallower(tree: ast.Module, line: int, callers: int) -> tuple[str, int] | N
 
 
 def _swallows(node: ast.AST, line: int | None) -> tuple[str, int] | None:
-    """Whether this statement catches in silence what `line` in it raises; None: what anything in it does."""
+    """The part of this statement that silently catches what `line` raises (`line` None: what any line in it raises)."""
     body = getattr(node, "body", [])
     if line is not None and not any(_contains(child, line) for child in body if isinstance(child, ast.AST)):
         return None
@@ -200,7 +200,7 @@ def _swallows(node: ast.AST, line: int | None) -> tuple[str, int] | None:
 
 
 def _speaks_or_ends(handler: ast.ExceptHandler) -> bool:
-    """The loop ends here, or a record of the exception would have been made when it printed or logged it."""
+    """Whether the handler ends the loop, or prints or logs the exception, which would have left a record."""
     for node in ast.walk(handler):
         if isinstance(node, (ast.Raise, ast.Break)):
             return True
@@ -212,14 +212,14 @@ def _speaks_or_ends(handler: ast.ExceptHandler) -> bool:
 
 
 def _leaves_before(outer: ast.AST, line: int) -> bool:
-    """Whether it can be left, or its round ended, ahead of a line by what is no exception."""
+    """Whether control can leave `outer`, or end the iteration, before a line without an exception."""
     inner = [node for node in ast.walk(outer) if isinstance(node, (*_GOES, ast.Yield)) and node.lineno < line]
     handled = [node for node in ast.walk(outer) if isinstance(node, ast.ExceptHandler)]
     return any(not any(_contains(handler, node.lineno) for handler in handled) for node in inner)
 
 
 def _in_decorator(tree: ast.Module, made: ast.expr) -> tuple[str, int] | None:
-    """The handler in a decorator of the same file that swallows what the decorated function raises."""
+    """The handler in a decorator from the same file that swallows the decorated function's exceptions."""
     name = made.func if isinstance(made, ast.Call) else made
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == getattr(name, "id", None)]
     tried = [node for function in functions for node in ast.walk(function) if isinstance(node, (ast.Try, ast.With))]

@@ -1,7 +1,7 @@
-"""A rank that is slow now and then (MC701): it stops the job for a while, again and again, at one place.
+"""A rank that is slow now and then (MC701): it repeatedly holds up the job at one place.
 
-The median of its steps shows nothing of that. What tells it from the noise of a busy host: its peers do not stop, and
-the stops lie between the same two records.
+The median of its steps does not show this. Two things tell it from the noise of a busy host: its peers do not stop, and
+the stops always lie between the same two records.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
 
 BURSTS = 4
-BURST_STEPS = 20  # the first few of a job are no measure
+BURST_STEPS = 20  # the first few steps of a job are not representative
 BURST_SECONDS = 0.05  # beyond an ordinary step
 BURST_RATIO = 3.0
 BURST_SHARE = 0.15  # of the job's time
-BURST_PEERS = 1 / 3  # of as many stops a peer may have
+BURST_PEERS = 1 / 3  # a peer may have at most this fraction of the slow rank's stops
 BURST_ONE_PLACE = 0.75
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The longest time in a step in which the main thread left no record and waited for nobody."""
+    """The longest time within a step in which the main thread wrote no record and waited for nobody."""
 
     seconds: float
-    before: Crumb  # its line is that of the span's beginning where the record is an end
+    before: Crumb  # if the record ends a span, this is the span's beginning, which has the line
     after: Crumb
     phase: str  # of the span around it; empty between spans
 
@@ -44,7 +44,7 @@ class Stop:
 
 
 def burst_finding(evidence: Evidence, own: Mapping[int, Mapping[int, float]], whole: float) -> Finding | None:
-    """`own`: each rank's own time in each of its newest steps; `whole`: what these steps took in all."""
+    """`own`: each rank's own time in each of its newest steps; `whole`: total time of these steps."""
     usual = statistics.median(seconds for steps in own.values() for seconds in steps.values())
     limit = max(BURST_RATIO * usual, usual + BURST_SECONDS)
     long = {rank: [step for step, seconds in steps.items() if seconds > limit] for rank, steps in own.items()}
@@ -92,7 +92,7 @@ def _finding(
 
 
 def longest_stops(rank: RankEvidence, steps: Sequence[int]) -> list[Stop]:
-    """One for each of the steps whose records are there."""
+    """The longest stop of each step that still has records."""
     wanted = set(steps)
     begins: dict[int, Crumb] = {}
     open_spans: list[Crumb] = []
@@ -114,16 +114,16 @@ def longest_stops(rank: RankEvidence, steps: Sequence[int]) -> list[Stop]:
 
 
 def _line_of(rank: RankEvidence, stop: Stop) -> Frame | None:
-    """The span's own line; between two records, the line that only this rank gets to."""
+    """The span's own line; between two spans, the line that only this rank reaches."""
     if stop.phase or not stop.after.file:
         return frame_of(stop.before, rank.cwd) if stop.before.file else None
     return line_between(frame_of(stop.before, rank.cwd), frame_of(stop.after, rank.cwd))
 
 
 def line_between(before: Frame, after: Frame) -> Frame:
-    """The first line under a condition on the rank that runs between two lines of a function; else the later record's.
+    """The first line between two lines of a function that runs under a condition on the rank; else the later line.
 
-    In a loop the later record may stand above the earlier one.
+    In a loop the later record's line may be above the earlier one.
     """
     if (before.file, before.function) != (after.file, after.function):
         return after

@@ -17,7 +17,7 @@ _BACK_IN_ORDER = "look at the named line: there the rank calls something else th
 
 
 def cycle_finding(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait]) -> Finding:
-    """Proven where each wait of the circle is; else seen in a job that stands still, which may yet go on."""
+    """Proven if every wait in the circle is proven; otherwise observed, since the stalled job may still go on."""
     lines = []
     for rank in cycle:
         wait = waits[rank]
@@ -55,7 +55,7 @@ def cycle_finding(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait
 
 
 def _to_blame(cycle: list[int], stuck: Mapping[int, Wait]) -> tuple[list[int], str]:
-    """Where no history decides: who names the wrong rank in a message, or who is not where most of the ranks are."""
+    """If no history decides: the rank that names the wrong peer in a message, or the ranks apart from the majority."""
     if (wrong := _wrong_peer(stuck)) is not None:
         return wrong
     places = {rank: (wait.what, wait.group, wait.seq) for rank, wait in stuck.items() if wait.kind == "collective"}
@@ -71,9 +71,9 @@ def _to_blame(cycle: list[int], stuck: Mapping[int, Wait]) -> tuple[list[int], s
 
 
 def _wrong_peer(waits: Mapping[int, Wait]) -> tuple[list[int], str] | None:
-    """The rank whose message is for a rank that has none for it, while another rank waits for the counterpart.
+    """The rank that exchanges a message with a rank that does not expect it, while another rank waits for it.
 
-    Rank 1 sends to rank 2, rank 2 receives from rank 3, and rank 3 exchanges nothing with it: rank 2 is wrong.
+    Example: rank 1 sends to rank 2, rank 2 receives from rank 3, and rank 3 sends it nothing. Rank 2 is wrong.
     """
     messages = {rank: wait for rank, wait in waits.items() if wait.kind == "p2p" and wait.peer >= 0}
     found = {
@@ -83,7 +83,7 @@ def _wrong_peer(waits: Mapping[int, Wait]) -> tuple[list[int], str] | None:
         for other, theirs in messages.items()
         if theirs.peer == rank and other != wait.peer and theirs.op != wait.op
     }
-    if len(found) > 1:  # most of those at its line name another rank
+    if len(found) > 1:  # keep a rank only if most messages from its line name another peer
         found = {rank: why for rank, why in found.items() if _usual_peer(messages, rank) != messages[rank].peer}
     return (list(found), next(iter(found.values()))) if len(found) == 1 else None
 

@@ -180,9 +180,9 @@ def blame_for(
 
 
 def _in_a_branch_of_their_own(calls: dict[int, Issue]) -> tuple[tuple[int, ...], str, bool]:
-    """The ranks whose call stands under a condition on the rank, where the calls of the others do not.
+    """The ranks whose call is inside a condition on the rank, if the calls of the others are not.
 
-    And whether that condition names them: one that only leaves others out makes those the exception.
+    Also whether the condition names these ranks. If it only excludes others, the others are the exception.
     """
     branches = {rank: rank_branch(issue.frame) if issue.frame is not None else None for rank, issue in calls.items()}
     inside = tuple(sorted(rank for rank, branch in branches.items() if branch is not None))
@@ -235,7 +235,7 @@ def _manner(table: GroupTable, deviant: Issue, usual: Issue) -> Manner:
     if not _is_novel(table, deviant):
         expected = _predict(own_past, 1)
         if expected and expected[0].key == deviant.key:
-            return "missing"  # it goes on as ever, past a call that the others make
+            return "missing"  # it continues as usual, but without a call that the others make
         repeated = next((past for past in reversed(own_past) if past.key == deviant.key), None)
         same_step = repeated is not None and repeated.step == deviant.step and own_past[-1].key == deviant.key
         comes_later = any(later.op == deviant.op for later in upcoming)

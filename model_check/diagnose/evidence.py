@@ -225,7 +225,7 @@ class Evidence:
     damage: tuple[str, ...] = ()
     metrics: tuple[Mapping[str, Any], ...] = ()  # of our own trainer: the first steps and the newest
     vocabulary: int | None = None  # of our own trainer's model
-    ours: bool = False  # a run of our own trainer: its reader has our settings, and no script
+    ours: bool = False  # a run of our own trainer: the reader has our settings and no script
     plan: Mapping[str, Any] = field(default_factory=dict)  # of our own trainer on GPUs: what a rank was to need
 
     def of(self, rank: int) -> RankEvidence:

@@ -100,7 +100,7 @@ def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
 
 
 def _unwritten(evidence: Evidence) -> list[str]:
-    """Files of ours that a rank could not write, and went on without."""
+    """Files of ours that a rank could not write and did without."""
     notes = []
     for rank in evidence.ranks.values():
         files = rank.header.get("unwritten")
@@ -110,7 +110,7 @@ def _unwritten(evidence: Evidence) -> list[str]:
 
 
 class _Rules:
-    """Asks one rule after the other. One that fails finds nothing, and a note says so: the others still judge."""
+    """Runs the rules one by one. A rule that fails leaves a note instead of a finding; the others still run."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

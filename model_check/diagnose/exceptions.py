@@ -39,7 +39,7 @@ _TORN = re.compile(
 _TORN_TYPES = frozenset(
     {"EOFError", "UnpicklingError", "JSONDecodeError", "SafetensorError", "ArrowInvalid", "BadZipFile"}
 )
-# A file that is whole and holds what torch.load does not allow.
+# The file is intact, but holds something that torch.load does not allow.
 _REFUSED = re.compile(r"Unsupported (global|class|operand)|weights_only.{0,40}TorchScript", re.I)
 _CHECKPOINT_FILES = ("torch/serialization.py", "safetensors/", "torch/distributed/checkpoint/")
 _CHECKPOINT_TEXT = re.compile(r"\btorch\.load\(|\bload_file\(|\bsafe_open\(")
@@ -120,7 +120,7 @@ def _touches_directory(exception: Mapping[str, Any]) -> bool:
 
 
 def _reads_checkpoint(exception: Mapping[str, Any]) -> bool:
-    """In torch.load, safetensors or torch's distributed checkpoints."""
+    """Whether it was raised in torch.load, safetensors or torch's distributed checkpoints."""
     return any(
         any(part in str(frame.get("file") or "") for part in _CHECKPOINT_FILES)
         or _CHECKPOINT_TEXT.search(str(frame.get("text") or ""))
@@ -129,7 +129,7 @@ def _reads_checkpoint(exception: Mapping[str, Any]) -> bool:
 
 
 def _nobody_writes(evidence: Evidence | None, ranks: Iterable[int]) -> bool:
-    """Every other rank waits for its peers or has failed too: none can be in the middle of a file."""
+    """Every other rank waits for its peers or has failed too, so none can be writing a file."""
     if evidence is None:
         return False
     others = [evidence.of(rank) for rank in evidence.all_ranks if rank not in set(ranks)]

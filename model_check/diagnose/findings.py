@@ -60,7 +60,7 @@ def make_finding(
 
 
 def for_its_reader(finding: Finding, *, ours: bool) -> Finding:
-    """With the catalogue's advice for users of our own trainer in place of that for any script, where it is one."""
+    """Replaces the general advice with the catalogue's advice for our own trainer, if this is a run of it."""
     entry = CATALOGUE[finding.code]
     if not ours or not entry.ours or not set(entry.fix) & set(finding.fix):
         return finding

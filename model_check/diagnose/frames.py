@@ -39,12 +39,12 @@ _NETWORK = (
     "comet_ml/",
 )
 _NETWORK_STDLIB = ("ssl.py", "socket.py", "http/client.py", "urllib/request.py")
-# open() without a mode, or with one that is not on the line, reads.
+# open() counts as reading if its line shows no mode.
 _WRITE_TEXT = re.compile(
     r"\bopen\(.*([\"'][rbt]*[wax+][rbtwax+]*[\"']|O_WRONLY|O_RDWR)|\.write\(|\.flush\(|fsync"
     r"|torch\.save\(|save_file\(|write_text\(|write_bytes\("
 )
-# Files that are on the stack while something is compiled, never while the result runs.
+# Files that are on the stack while something compiles, never while the compiled code runs.
 _COMPILER = re.compile(
     r"/torch/(_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler|codecache|async_compile|cpp_builder)"
     r"|utils/cpp_extension)\.py$|/torch/_inductor/codegen/|/triton/compiler/"
@@ -78,7 +78,7 @@ class Frame:
 
     @property
     def is_program(self) -> bool:
-        """The user's code, or our trainer's where that is the program."""
+        """The user's code, or our trainer's if that is the program."""
         return self.is_user_code or bool(_OURS.search(self.file.replace("\\", "/")))
 
     @classmethod
@@ -204,15 +204,15 @@ def reads_input(thread: ThreadStack) -> bool:
 
 
 def fetching_at(stack: Sequence[Frame]) -> Frame | None:
-    """The user's line in a worker's work. Outside of it a forked worker has the lines of the rank that forked it."""
+    """The user's line that a loader worker runs. Frames outside its work come from the rank that forked it."""
     loop = next((i for i, frame in enumerate(stack) if frame.function.endswith("_worker_loop")), len(stack))
     return innermost_user(stack[:loop])
 
 
 def compiles(thread: ThreadStack) -> bool:
-    """Below the user's line a compiler is at work, or waits for the processes that it has started."""
+    """Whether a compiler below the user's line is working, or waiting for processes it started."""
     inner = [frame.file.replace("\\", "/") for frame in _inner_part(thread)]
-    # A lock file that a killed build left behind is waited for without an end.
+    # Waiting for a lock file left by a killed build never ends.
     return any(map(_COMPILER.search, inner)) and not any(path.endswith("/file_baton.py") for path in inner)
 
 

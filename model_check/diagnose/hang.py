@@ -134,7 +134,7 @@ def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], w
 
 
 def _is_calm(code: str, s: Standing) -> bool:
-    """Nothing is wrong: it gets on, or does something that takes long, and has not stood still for a minute."""
+    """Nothing is wrong: it makes progress, or does slow work and has not been quiet for a minute."""
     if code != "MC220":
         return False
     return s.quiet_s is None or s.quiet_s < _CALM_S or s.busy or s.compiles or bool(sign_of_life(s))
@@ -337,7 +337,7 @@ def _spinning(s: Standing) -> Named | None:
 
 
 def _at_work(s: Standing) -> Named | None:
-    """It writes no records and gets on all the same. One that was ended as hung did not."""
+    """It writes no records but still makes progress. A rank that was ended as hung did not."""
     if s.evidence.killed_as_hung:
         return None
     if s.compiles:
@@ -394,7 +394,7 @@ def _user_code(s: Standing) -> Named:
 
 
 def _reading(s: Standing) -> str:
-    """What it waits to read, where the kernel has not come back from that."""
+    """What it waits to read, if it is blocked in a system call that reads."""
     call = s.sample.syscall if s.sample is not None else ""
     if s.busy or s.sample is None or call not in _READ_CALLS:
         return ""

@@ -42,7 +42,7 @@ class Issue:
     native: bool = False
     peer: int = -1
     thread: int = 0  # native id; 0 where it is not known
-    unit: str = ""  # the module whose parameters it gathers, where FSDP says so
+    unit: str = ""  # the module whose parameters it gathers, if FSDP names it
     reduction: str = ""  # sum, max, …; empty where the call reduces nothing, or it is not known
 
     @property

@@ -1,6 +1,6 @@
 """Signs of life of a rank that others wait for: it completes forwards, its lines change, its bytes move.
 
-A loop over the same few lines that may go on for ever is none, however much it computes.
+A loop over the same few lines that may run forever is not a sign of life, however much it computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from model_check.diagnose.source import Loop, enclosing_loop
 from model_check.diagnose.standing import BUSY_SHARE, POLLS_PER_S, Standing
 from model_check.rundir.ring import Crumb
 
-_FEW_LINES = 3  # places that a loop which only waits for something is seen at
+_FEW_LINES = 3  # a loop that only waits is seen at no more places than this
 _NEWEST_RECORDS = 64
 _MOVED_BYTES = 1 << 20
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
@@ -23,7 +23,7 @@ LoopOf = Callable[[Frame], Loop | None]  # the loop around a frame's line, unles
 
 
 def sign_of_life(s: Standing) -> str:
-    """What shows that the rank gets on; empty where nothing does."""
+    """What shows that the rank makes progress; empty if nothing does."""
     if s.stopped:
         return ""
     if (done := _completed(s)) is not None:
@@ -41,7 +41,7 @@ def sign_of_life(s: Standing) -> str:
 
 
 def _completed(s: Standing) -> Crumb | None:
-    """Work of its own that it has completed since others wait, just now."""
+    """Work of its own that it completed just now, while others wait."""
     if s.evidence.stall is None:
         return None
     threshold = s.evidence.stall.get("threshold_s")
@@ -52,7 +52,7 @@ def _completed(s: Standing) -> Crumb | None:
 
 
 def _workers_get_on(s: Standing) -> str:
-    """Every loader worker that has a batch to fetch gets on with it; empty where one does not."""
+    """Says that every loader worker with a batch to fetch makes progress; empty if one does not."""
     said = []
     for pid, looks in s.worker_looks().items():
         children = list(_of_child(s.recent_samples, pid))
@@ -73,7 +73,7 @@ def _of_child(samples: Sequence[ProcSample], pid: int) -> Iterator[tuple[float, 
 
 
 def _rates(seen: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[float, float, int]:
-    """CPU seconds and wake-ups a second, and bytes moved."""
+    """CPU seconds per second, wake-ups per second, and bytes moved."""
     if len(seen) < 2 or seen[-1][0] - seen[0][0] < 0.3:
         return 0.0, 0.0, 0
     (begun, first), (ended, last) = seen[0], seen[-1]
@@ -95,7 +95,7 @@ def _gets_on(looks: Sequence[ThreadStack], busy: bool, wakes: bool, loop_of: Loo
 
 
 def _will_end(thread: ThreadStack, loop_of: LoopOf) -> bool:
-    """The innermost loop that it is in, of its function or of one that called it, goes through what has an end."""
+    """Whether the innermost loop around it, in its function or in a caller, iterates over something finite."""
     for frame in thread.frames:
         if not frame.is_program:
             continue
@@ -108,7 +108,7 @@ def _will_end(thread: ThreadStack, loop_of: LoopOf) -> bool:
 
 
 def _loop_around(looks: Sequence[ThreadStack], loop_of: LoopOf) -> Loop | None:
-    """The loop of the user's that holds all that was seen: in the innermost function that all looks share."""
+    """The user's loop that contains every line seen, in the innermost function that all looks share."""
     shared: Frame | None = None
     for level in zip(*(reversed(thread.frames) for thread in looks), strict=False):
         if len({(frame.file, frame.function) for frame in level}) > 1:

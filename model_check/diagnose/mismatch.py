@@ -18,7 +18,7 @@ from model_check.rundir.verdict import Certainty, Severity
 _OWN_GROUPS = "give each thread a process group of its own: dist.new_group(), made on the main thread of all ranks"
 _SAME_MODULES = "run the same modules, forward and backward, on all ranks: DDP or FSDP starts a collective for each"
 _UNUSED = "where a parameter may get no gradient on a rank: DistributedDataParallel(…, find_unused_parameters=True)"
-_IN_STEP = frozenset({"forward", "backward", "data", "collective"})  # which call an exception left
+_IN_STEP = frozenset({"forward", "backward", "data", "collective"})  # phases of the call that an exception interrupted
 _SHORT = {
     "op": "MC201",
     "root": "MC221",
@@ -172,7 +172,7 @@ def _title(divergence: Divergence, code: str) -> str:
 
 
 def _is_a_lone_barrier(divergence: Divergence) -> bool:
-    """A barrier where the guilty ranks never called one, and no condition kept them from the call of the others."""
+    """A barrier that the guilty ranks never called before, where no condition kept them from the others' call."""
     first = divergence.first_call()
     others = [i for rank, i in divergence.calls.items() if rank not in divergence.guilty and i.frame is not None]
     kept_out = any(issue.frame is not None and rank_branch(issue.frame) for issue in others)
@@ -253,7 +253,7 @@ def _swallowed_before(evidence: Evidence, divergence: Divergence) -> tuple[int, 
         record = last_swallowed(evidence, rank, before=divergence.calls[rank].t)
         if record is not None:
             return rank, record
-    # Of two ranks the history may blame the one that did as ever: whoever skipped a call is ahead of it in its steps.
+    # With two ranks, history may blame the one that behaved as usual. The rank that skipped a call is ahead in steps.
     behind = min((divergence.calls[rank].step for rank in suspects), default=-1)
     for rank, issue in divergence.calls.items():
         if rank not in suspects and issue.step > behind:

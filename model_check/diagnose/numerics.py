@@ -24,7 +24,7 @@ _RANGES_SHOWN = 3
 _OF_NUMBERS = re.compile(r"(?i)\bnans?\b|isnan|\binf\b|isinf|infinit|finite|diverge")
 _NOT_AS_ASKED = "(debug.on_nan)"  # how our own trainer ends the sentence that says why it stops all the same
 _LEFT_OUT = ("skip", "rollback")
-_LOST_STEPS = 3  # in a row, before a run is said to have stopped training
+_LOST_STEPS = 3  # in a row, before we say that a run stopped training
 _STOP_AT_ONCE = "run again with --guard halt: the job then ends at the first such step, before its weights are spoilt"
 _EXPLAINED_SKIPS = 3  # by our own trainer, of all the steps it leaves out
 NONFINITE = frozenset(f"MC4{number:02d}" for number in range(1, 10))
@@ -36,7 +36,7 @@ def numerics_findings(evidence: Evidence) -> list[Finding]:
 
 
 def _with_lost_steps(evidence: Evidence, findings: list[Finding]) -> list[Finding]:
-    """Adds to the first finding that the run did not train after it, where the losses show that."""
+    """Adds to the first finding that the run did not train after it, if the losses show that."""
     lost = [found for rank in evidence.ranks.values() if (found := _bad_to_the_end(rank)) is not None]
     since, last = min(lost, default=(0, 0))
     if not findings or not lost or (findings[0].step or 0) > since:
@@ -47,7 +47,7 @@ def _with_lost_steps(evidence: Evidence, findings: list[Finding]) -> list[Findin
 
 
 def _bad_to_the_end(rank: RankEvidence) -> tuple[int, int] | None:
-    """The first and the last step of those at the end of a script's run whose losses are all not finite."""
+    """First and last step of the unbroken series of non-finite losses at the end of a run; None if it is short."""
     bad: list[int] = []
     for record in rank.happened("losses"):
         for step, loss in zip(_list(record.get("steps")), _list(record.get("values")), strict=False):

@@ -29,7 +29,7 @@ def asks_for_the_rank(test: ast.expr, tree: ast.Module) -> bool:
 def names_its_ranks(test: ast.expr, tree: ast.Module) -> bool | None:
     """Whether a condition names the ranks that meet it (`rank in (0, 1)`, `is_main`) or the others (`rank != 2`).
 
-    None where it does neither: `rank < 2` parts them in two.
+    None if it does neither: `rank < 2` splits them into two groups.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         named = names_its_ranks(test.operand, tree)
@@ -39,7 +39,7 @@ def names_its_ranks(test: ast.expr, tree: ast.Module) -> bool | None:
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         how = test.ops[0]
         return isinstance(how, (ast.Eq, ast.In)) if isinstance(how, (ast.Eq, ast.In, ast.NotEq, ast.NotIn)) else None
-    # A flag says who it is; a number is true for all ranks but 0.
+    # A flag names its ranks; a number is true for all ranks but 0.
     return not ast.unparse(test).removesuffix("()").lower().endswith("rank")
 
 

@@ -34,18 +34,18 @@ _LOG_TAIL_BYTES = 16 * 1024
 _LONGEST_LINE_BYTES = 16 << 20  # a record of ours is a few kilobytes
 _MOST_RANKS = 1 << 17  # a number beyond this is damage, not a job
 _KEPT_SAMPLES = 600
-_KEPT_FIRST, _KEPT_NEWEST = 100, 600  # records of each kind, of a run of any length
-_KEPT_OF = {"sample": (0, 16), "gradients": (50, 50)}  # samples are taken in by the reader at once
+_KEPT_FIRST, _KEPT_NEWEST = 100, 600  # records of each kind, however long the run
+_KEPT_OF = {"sample": (0, 16), "gradients": (50, 50)}  # the reader consumes samples at once
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP})
 _TIME_TO_END_S = 4.0  # from a rank's last word to the end of its process, on a busy machine
 _EARLIER_LIFE_S = 60.0  # a rank writes events before its ring is open, but not for long
 
 
 class JsonlTail:
-    """The records of an appended file, reading only what is new; a torn last line waits for its end.
+    """The records of a growing file. Reads only what is new; an incomplete last line waits for its end.
 
-    Of each kind the first and the newest are kept, so that a week costs no more than an hour. `fresh` holds what the
-    last update brought.
+    It keeps the first and the newest records of each kind, so a week costs no more than an hour. `fresh` holds the
+    records of the last update.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,7 +103,7 @@ class JsonlTail:
                 self._forget(kind)
 
     def _forget(self, kind: str) -> None:
-        """Drops the middle of one kind; as many again may come before the next time."""
+        """Drops the middle records of one kind; as many again may arrive before the next time."""
         first, newest = _KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))
         of_kind = [n for n, record in enumerate(self.records) if str(record.get("event")) == kind]
         dropped = set(of_kind[first:-newest])
@@ -229,7 +229,7 @@ def _sample(t: float, body: Mapping[str, Any]) -> ProcSample:
 
 
 def take_samples(supervisor: Iterable[Mapping[str, Any]], found: dict[int, deque[ProcSample]]) -> None:
-    """Adds the samples among these records to each rank's newest ones."""
+    """Adds the samples in these records to each rank's newest samples."""
     for record in supervisor:
         if record.get("event") != "sample" or not isinstance(record.get("ranks"), dict):
             continue

@@ -130,7 +130,7 @@ def _summary(verdict: Verdict) -> str:
 
 
 def _not_trained(verdict: Verdict) -> str:
-    """A run whose losses are NaN ends like any other: only this line says that its time was wasted."""
+    """A run with NaN losses ends like any other; only this line says that its time was wasted."""
     for finding in verdict.findings:
         if any(NO_LONGER_TRAINED in said for said in finding.evidence):
             since = f" from step {finding.step} on" if finding.step is not None else ""

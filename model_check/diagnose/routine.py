@@ -15,7 +15,7 @@ from model_check.rundir.ring import Crumb
 
 _PHASES = frozenset({"collective", "barrier", "p2p"})
 _NEWEST = 8  # calls in which the deviation is looked for
-_LONGEST = 4  # calls in a row whose successor is asked for
+_LONGEST = 4  # the longest sequence of calls used to predict the next one
 _ROUTINE = 3  # times that a call must have been seen before what follows it is called a habit
 
 
@@ -29,9 +29,9 @@ class Departure:
 
 
 def departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]:
-    """The ranks that left their own routine just now; empty where all of them did, or none.
+    """The ranks that just left their own routine; empty if all of them did, or none.
 
-    What follows one call is asked first; where a call has several successors, what follows a run of calls.
+    First looks at what usually follows one call; if a call has several successors, at what follows a sequence of calls.
     """
     asked = list(ranks)
     calls = {rank: _calls(evidence.of(rank)) for rank in asked}

@@ -30,15 +30,15 @@ from model_check.diagnose.frames import Frame, whole
 from model_check.rundir import Finding
 from model_check.rundir.ring import Crumb
 
-NEWEST = 40  # steps that are looked at
-NEWEST_BURSTS = 100  # of a rank that is slow now and then
+NEWEST = 40  # newest steps to look at
+NEWEST_BURSTS = 100  # the same, for a rank that is slow now and then
 STRAGGLER_RATIO = 1.5
 STRAGGLER_STEPS = 5
 STRAGGLER_SHARE = 0.2
 STRAGGLER_SUSTAINED = 0.8
 # Below this a busy host's scheduling alone makes ranks differ.
 STRAGGLER_SECONDS = 0.01
-LOADER_AT_WORK = 0.1  # CPU seconds a second of all workers of a rank
+LOADER_AT_WORK = 0.1  # CPU seconds per second, over all workers of a rank
 DATA_BOUND_SHARE = 0.5
 DATA_BOUND_STEPS = 10
 OVERSUBSCRIBED = 3.0
@@ -51,7 +51,7 @@ LEAK_SAMPLES = 8
 LEAK_SECONDS = 20.0
 LEAK_STEPS = 10
 LEAK_SHARE = 0.1
-LEAK_PAUSED = 0.5  # of the time, at most, may lie between steps
+LEAK_PAUSED = 0.5  # at most this fraction of the time may lie between steps
 LEAK_LATE_HALF = 0.7  # of the rate of the half before it
 LEAK_LAST_QUARTER = 0.5  # of the rate of the whole
 _GIB = 1 << 30
@@ -72,7 +72,7 @@ class StepTimes:
         return max(0.0, self.whole - self.waited)
 
     def unexplained(self, backward_floor: float) -> float:
-        """Without what a backward takes beyond the shortest, which is waiting, and what one rank may do alone."""
+        """Own time, without backward time above the floor (that is waiting) and work that one rank may do alone."""
         alone = sum(self.phases.get(phase, 0.0) for phase in ("save", "eval", "load"))
         return max(0.0, self.own - alone - max(0.0, self.phases.get("backward", 0.0) - backward_floor))
 
@@ -159,10 +159,10 @@ def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Find
 
 
 def _loader_wait(evidence: Evidence, number: int, steps: list[StepTimes]) -> float:
-    """Time a step in which it waits for its loader workers, if they do not compute more than its peers' do.
+    """Time per step that it waits for its loader workers, if they do not compute more than its peers' workers.
 
-    Where all loaders are equally slow, whoever's batch comes last seems to hold the others up: their next batches come
-    while they wait for it.
+    If all loaders are equally slow, the rank whose batch comes last seems to hold up the others, because their next
+    batches arrive while they wait for it.
     """
     used = {rank.rank: _worker_cpu(rank) for rank in evidence.ranks.values() if rank.happened("loader_worker")}
     own, others = used.get(number), [cpu for rank, cpu in used.items() if rank != number]
@@ -172,7 +172,7 @@ def _loader_wait(evidence: Evidence, number: int, steps: list[StepTimes]) -> flo
 
 
 def _worker_cpu(rank: RankEvidence) -> float:
-    """CPU seconds that its loader workers use a second."""
+    """CPU seconds per second used by its loader workers."""
     pids = {record.get("worker_pid") for record in rank.happened("loader_worker")}
     seen = [(s.t, c.get("pid"), float(c.get("cpu_s") or 0)) for s in rank.samples[-5:] for c in s.children]
     seconds = max((t for t, _, _ in seen), default=0.0) - min((t for t, _, _ in seen), default=0.0)
@@ -181,7 +181,7 @@ def _worker_cpu(rank: RankEvidence) -> float:
 
 
 def _bursts(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
-    """Over more steps; saving and evaluating on one rank is no slowness."""
+    """Looks at more steps; saving or evaluating on one rank does not count as slowness."""
     if len(times) < 2 or any(_passes_work_on(evidence.of(rank)) for rank in times):
         return None
     longer = {rank: step_times(evidence.of(rank), NEWEST_BURSTS) for rank in times}
@@ -343,14 +343,14 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
 
 
 def _paused(rank: RankEvidence, points: _Points, evidence: Evidence) -> float:
-    """Seconds between two steps that lay far apart: what an evaluation or a compilation takes grows with no step."""
+    """Seconds in long gaps between steps: memory that an evaluation or a compilation takes does not grow per step."""
     far = max(STALL_FLOOR_S, STALL_STEPS * (evidence.median_step_s or 0.0))
     gaps = [(max(a, points[0][0]), min(b, points[-1][0])) for a, b in pairwise(rank.step_times) if b - a > far]
     return sum(end - begin for begin, end in gaps if end > begin)
 
 
 def _what_grows(record: Mapping[str, Any], rank: RankEvidence) -> tuple[Frame | None, list[str]]:
-    """The container that grew between the rank's own two counts, and the line that fills it, as far as it is known."""
+    """The container that grew between the rank's two counts, and the line that fills it, if known."""
     kind, name = record.get("container"), str(record.get("name") or "")
     called = f"`{name}`, a {kind} of {record.get('file')}," if name else f"a {kind} without a name"
     size = whole(record.get("bytes"))

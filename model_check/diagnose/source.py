@@ -51,7 +51,7 @@ def statement(frame: Frame) -> str:
 
 
 class Loop(NamedTuple):
-    """A loop statement. `ends`: it goes through something that has an end, and has no other way out."""
+    """A loop statement. `ends`: it iterates over something finite, and has no other way out."""
 
     first: int
     last: int
@@ -69,7 +69,7 @@ def _loops(file: str, root: str) -> tuple[Loop, ...]:
 
 
 def _ends(loop: ast.While | ast.For | ast.AsyncFor) -> bool:
-    """A `for` that may leave early is how one tries again and again: like a `while`, it may only wait."""
+    """A `for` that may leave early is often a retry loop: like a `while`, it may only be waiting."""
     if not isinstance(loop, ast.For) or any(isinstance(node, (ast.Break, ast.Return)) for node in ast.walk(loop)):
         return False
     made_by = loop.iter.func if isinstance(loop.iter, ast.Call) else None

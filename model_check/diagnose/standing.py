@@ -18,7 +18,7 @@ _SHARED_CORE = 0.05
 _POLLING_SHARE = 0.002
 POLLS_PER_S = 0.3
 _RECENT_S = 4.0
-_LOOKS = 6  # that are compared: those of one burst
+_LOOKS = 6  # compared with each other: the looks of one burst
 _WRITE_CALLS = frozenset({"write", "pwrite64", "writev", "open", "openat", "fsync", "fdatasync", "flock", "fcntl"})
 _WRITE_CHANNELS = ("pipe_w", "fifo", "wait_for_partner", "nfs", "rpc_wait", "jbd2", "balance_dirty", "sync")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/code.py")
@@ -63,7 +63,7 @@ class Standing:
 
     @cached_property
     def cpu_share(self) -> float | None:
-        """CPU seconds per second of the process in the last seconds; None where two samples are missing."""
+        """Recent CPU seconds per second of the process; None without two samples."""
         quiet = self.recent_samples
         if len(quiet) < 2 or quiet[-1].t - quiet[0].t < 0.3:
             return None
@@ -71,7 +71,7 @@ class Standing:
 
     @cached_property
     def recent_samples(self) -> list[ProcSample]:
-        """Samples of the last seconds: what it did before that says nothing about now."""
+        """Samples of the last few seconds; older ones say nothing about now."""
         quiet = self.quiet_samples
         return [s for s in quiet if s.t >= quiet[-1].t - _RECENT_S]
 
@@ -217,7 +217,7 @@ class Standing:
         return len(mains) > 1 and len(seen) == 1
 
     def loop_without_records(self, frame: Frame) -> Loop | None:
-        """The loop of its own function around a line, if no call in it is recorded: a training loop contains many."""
+        """The loop around a line in its own function, if no call in it is recorded; a training loop has many."""
         loop = enclosing_loop(frame)
         if loop is None:
             return None
@@ -226,7 +226,7 @@ class Standing:
 
     @property
     def compiles(self) -> bool:
-        """Its main thread compiles, or a thread of autograd's while it waits in the backward pass."""
+        """Whether its main thread compiles, or an autograd thread does while the main thread waits in backward."""
         if self.main is None:
             return False
         threads = self.dumps[-1].threads if self.phase == "backward" else (self.main,)
@@ -234,7 +234,7 @@ class Standing:
 
     @property
     def waits_for_workers(self) -> bool:
-        """It waits in a loader that has processes of its own to load with."""
+        """Whether it waits in a loader that has worker processes."""
         loads_itself = self.main is not None and any("/_utils/fetch.py" in f.file for f in self.main.frames)
         return self.in_loader and not loads_itself
 
@@ -263,7 +263,7 @@ class Standing:
         alive = {int(c.get("pid") or 0) for c in self.sample.children if c.get("state") not in ("Z", "X")}
         started = self.rank.happened("loader_worker")
         newest = max((n for n, e in enumerate(started) if not e.get("worker_id")), default=0)
-        known = [int(e.get("worker_pid") or 0) for e in started[newest:]]  # those before it had done their work
+        known = [int(e.get("worker_pid") or 0) for e in started[newest:]]  # earlier workers had finished
         seen_alive = {int(c.get("pid") or 0) for s in self.rank.samples for c in s.children}
         dead_children = {int(c.get("pid") or 0) for c in self.sample.children if c.get("state") in ("Z", "X")}
         return [pid for pid in known if pid not in alive and (pid in seen_alive or pid in dead_children)]

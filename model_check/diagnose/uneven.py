@@ -1,4 +1,4 @@
-"""The rule on loops over data, or over steps, that end on some ranks only: MC205."""
+"""The rule for loops over data or steps that end on some ranks only: MC205."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _rounds(rank: RankEvidence) -> list[_Round]:
 
 
 def left_their_loop(evidence: Evidence, stands_at: Mapping[int, Frame | None]) -> list[int]:
-    """The ranks that are past the loop in which a peer still makes steps. No frame: the rank has ended."""
+    """The ranks that have left the loop in which a peer still makes steps. No frame: the rank has ended."""
     return [rank for rank in stands_at if any(_is_past(evidence, rank, peer, stands_at) for peer in stands_at)]
 
 
@@ -65,8 +65,8 @@ def _is_past(evidence: Evidence, number: int, other: int, stands_at: Mapping[int
     loop, here, there = _step_loop(rank), stands_at[number], stands_at[other]
     if loop is None or loop != _step_loop(peer) or there is None:
         return False
-    # Whoever skipped a call inside the loop is a step ahead of its peers at the end.
-    # After loops over data that ended alike the peer is in the next one.
+    # A rank that skipped a call inside the loop is a step ahead of its peers at the end.
+    # If both have finished equally many loops over data, the peer is in the next loop.
     ended = [sum(r.over for r in _rounds(one)) for one in (rank, peer)]
     if not 0 < steps_done(rank) <= steps_done(peer) or (ended[0] and ended[0] == ended[1]):
         return False

@@ -23,7 +23,7 @@ _MAY_DRAIN = frozenset({"backward", "forward", "optimizer", "step", "eval", "exi
 
 @dataclass(frozen=True)
 class Wait:
-    """One rank's wait. `firm`: the records prove that the main thread can do nothing else until it ends."""
+    """One rank's wait. `firm`: the records prove that the main thread can do nothing else until the wait ends."""
 
     rank: int
     kind: Literal["collective", "p2p", "init"]
@@ -164,7 +164,7 @@ def _p2p_wait(evidence: Evidence, rank: RankEvidence, crumb: Crumb) -> Wait | No
 
 
 def _other_tag(ours: Crumb, theirs: Crumb | None, rank: int) -> bool:
-    """Both are in the two ends of one message, but for its tag."""
+    """Whether the two ranks are at both ends of one message, but with different tags."""
     return (
         theirs is not None
         and {ours.op, theirs.op} == {"send", "recv"}
@@ -175,7 +175,7 @@ def _other_tag(ours: Crumb, theirs: Crumb | None, rank: int) -> bool:
 
 
 def _wait_for_anybody(evidence: Evidence, rank: RankEvidence, crumb: Crumb) -> Wait:
-    """A receive that names no sender ends with the next message of any member that can still send one."""
+    """A receive that names no sender ends with the next message from any member that can still send one."""
     peers = [evidence.of(number) for number in evidence.group_members(crumb.group) if number != rank.rank]
     sent = [peer.messages.get(("send", rank.rank, crumb.group), 0) for peer in peers]
     received = sum(n for (op, _, group), n in rank.messages.items() if (op, group) == ("recv", crumb.group))
@@ -213,7 +213,7 @@ def _roots(rank: int, waits: Mapping[int, Wait], seen: set[int]) -> set[int]:
 
 
 def find_cycle(waits: Mapping[int, Wait], *, firm: bool = True) -> list[int]:
-    """Ranks that wait for each other in a circle; empty where there is none. `firm`: only waits that are proven.
+    """Ranks that wait for each other in a circle; empty if there is none. `firm`: only proven waits.
 
     An edge to one of several missing members is enough, since a collective needs them all.
     """
@@ -227,7 +227,7 @@ def find_cycle(waits: Mapping[int, Wait], *, firm: bool = True) -> list[int]:
 
 
 def stuck_ranks(waits: Mapping[int, Wait], *, firm: bool = True) -> set[int]:
-    """The ranks of all circles, and those that wait for one of them."""
+    """All ranks in circles, and all ranks that wait for one of them."""
     stuck = {rank for rank, wait in waits.items() if wait.on and (wait.firm or not firm)}
     while free := {rank for rank in stuck if not _is_held(waits[rank], stuck)}:
         stuck -= free

@@ -166,10 +166,10 @@ def _spike(evidence: Evidence, losses: Mapping[int, Sequence[tuple[int, float]]]
 
 
 def _diverged(evidence: Evidence, series: Sequence[tuple[int, float]]) -> Finding | None:
-    """Our own trainer's loss is a cross-entropy: far above where it began, and above guessing, nothing is learnt."""
+    """Our trainer's loss is a cross-entropy: if it ends far above its start and above guessing, nothing is learnt."""
     if len(series) < DIVERGED_STEPS:
         return None
-    first = series[0][1]  # a rate that is far too high shows in the second step already
+    first = series[0][1]  # a learning rate that is far too high already shows in the second step
     guess = math.log(evidence.vocabulary) if evidence.vocabulary else 0.0
     if min(loss for _, loss in series[-_DIVERGED_LAST:]) <= DIVERGED_FACTOR * max(first, guess):
         return None

@@ -1,7 +1,7 @@
-"""The 2-norm of gradients that one rank holds whole, read at the speed of memory.
+"""The 2-norm of unsharded gradients, computed at memory speed.
 
-On a GPU each gradient is one launch that leaves partial sums of squares in a common buffer; torch's own multi-tensor
-norm needs 92 launches for 39 tensors of an 8B shape and twice the time.
+On a GPU each gradient takes one launch, which writes partial sums of squares to a common buffer. torch's own
+multi-tensor norm needs 92 launches for 39 tensors of an 8B shape, and takes twice as long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCKS_PER_PROGRAM = 8
 
 
 def whole_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In fp32, whatever the gradients are."""
+    """The norm in fp32, whatever the dtype of the gradients."""
     if triton is None or not all(g.is_cuda and g.is_contiguous() for g in gradients):
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tuple(gradients), 2, dtype=torch.float32)))
     programs = [triton.cdiv(g.numel(), _BLOCK * _BLOCKS_PER_PROGRAM) for g in gradients]

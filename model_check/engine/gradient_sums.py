@@ -1,13 +1,13 @@
 """Gradients of bf16 parameters, summed over the micro-batches of a step in fp32.
 
-A bf16 number has 8 bits: a sum of 64 micro-batches in it is off by 0.8 %, one of 2,048 by 14 %. So each micro-batch's
-gradient is added to an fp32 sum as soon as the backward pass has it, and freed. Under DDP the buckets of the last
-micro-batch take the sums along: what the ranks exchange is fp32 too. One micro-batch needs no sum and gets none.
+bf16 has 8 significant bits: a bf16 sum over 64 micro-batches is off by 0.8 %, one over 2,048 by 14 %. So each
+micro-batch's gradient is added to an fp32 sum as soon as the backward pass produces it, and then freed. Under DDP the
+sums travel with the buckets of the last micro-batch, so the ranks exchange fp32 too. One micro-batch needs no sum.
 
-Parameters of any other format accumulate as torch does it; FSDP sums in fp32 by itself (its `reduce_dtype`).
+Parameters of any other format accumulate as usual in torch; FSDP itself sums in fp32 (its `reduce_dtype`).
 """
 
-# DDP compares the annotations of a communication hook with the classes themselves: no `from __future__` here.
+# No `from __future__` here: DDP compares the annotations of a communication hook with the classes themselves.
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class GradientSums:
-    """The fp32 sums of one model. Outside of `over` it holds nothing."""
+    """The fp32 sums of one model. Outside `over` it holds nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
@@ -53,7 +53,7 @@ class GradientSums:
                 hook.remove()
 
     def _expect(self, dtype: torch.dtype) -> None:
-        """What torch lets the gradients of bf16 parameters be; a sum stays until the next step has begun."""
+        """Sets the dtype that torch allows for gradients of bf16 parameters; a sum stays until the next step begins."""
         for parameter in self._parameters:
             if parameter.grad_dtype != dtype:
                 parameter.grad = None
@@ -61,7 +61,7 @@ class GradientSums:
 
     def _take(self, parameter: torch.Tensor) -> None:
         if self._replica is not None and self._replica.require_backward_grad_sync:
-            return  # the exchange takes it from its bucket
+            return  # `exchange` takes it from its bucket
         assert parameter.grad is not None
         self._add(parameter, parameter.grad)
         parameter.grad = None
@@ -73,14 +73,14 @@ class GradientSums:
         return total
 
     def exchange(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: averages the sums, not what the last micro-batch left in the bucket."""
+        """DDP's communication hook: averages the sums, not the last micro-batch's gradients in the bucket."""
         assert self._replica is not None
         group = self._replica.process_group
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if not self._open or buffer.dtype != torch.bfloat16:
             return allreduce_hook(group, bucket)
         totals = [self._add(p, g).reshape(-1) for p, g in zip(parameters, bucket.gradients(), strict=True)]
-        # A large matrix has a bucket of its own, and its sum is exchanged where it is.
+        # A large matrix has its own bucket, and its sum is exchanged in place.
         flat = totals[0] if len(totals) == 1 else torch.cat(totals)
         for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             self._sums[parameter] = part.view(parameter.shape)

@@ -1,6 +1,6 @@
 """Number formats: what parameters are stored in, what products run in, and how fp16 losses are scaled.
 
-fp8             as bf16 on a GPU, with the products of blocks and output in fp8 (see models.fp8)
+fp8             as bf16 on a GPU, with the products of the blocks and the output projection in fp8 (see models.fp8)
 bf16 on a GPU   parameters bf16, with the low half of an fp32 master beside them (see split_adamw)
 bf16 on a CPU   parameters fp32, products bf16 through autocast
 fp16            parameters fp32, products fp16 through autocast, the loss scaled

@@ -63,7 +63,7 @@ def progress_of(manifest: Manifest) -> Progress:
 
 
 def is_other_data(manifest: Manifest, now: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was trained on other tokens. Their order, which the seed decides, makes no difference."""
+    """Whether a checkpoint was trained on other tokens. Their order, which depends on the seed, does not matter."""
     then = manifest.extra.get("data")
     return isinstance(then, dict) and "tokens" in then and then["tokens"] != now.get("tokens")
 

@@ -128,7 +128,7 @@ class Saving:
         self.report()
 
     def finish(self, last: StepInfo | None) -> None:
-        """Saves once more if the run was asked to stop, waits for the rest; raises where the last save failed."""
+        """Saves once more if the run was asked to stop, and waits for pending saves. Raises if the last save failed."""
         if last is not None and last.stop and last.step != self._begun and not self.must_stop:
             self.save(last, wait=True)
         with span("save", str(self._saver.lineage)):
@@ -138,6 +138,6 @@ class Saving:
         if is_unsaved and last is not None:
             newest = "this run saved none" if self.committed is None else f"the newest is of step {self.committed}"
             self._say(f"checkpoint: the state after step {last.step} is not saved; {newest}")
-        # A request to stop has an exit code of its own for a state that is not saved.
+        # After a request to stop, unsaved state has its own exit code.
         if self.failure is not None and (self.must_stop or (is_unsaved and last is not None and not last.stop)):
             raise self.failure

@@ -59,7 +59,7 @@ class Session:
 
     @property
     def experiment(self) -> str:
-        """The same for two runs that train the same thing in the same way, for whatever number of steps."""
+        """Identifies what is trained and how. Runs that differ only in their number of steps have the same value."""
         values = to_jsonable(self.config)["values"]
         training = {key: value for key, value in values["training"].items() if key != "max_steps"}
         what = [training, values["model"], values["data"], self.config.system.seed]

@@ -329,8 +329,8 @@ def _to_go_back_to(session: Session, saving: Saving) -> Checkpoint | None:
 
 
 def _salvage(session: Session, step: int, error_dir: Path | None, say: Callable[[str], None]) -> None:
-    """The first failing rank writes its replica, locally; a failure to do so must not hide the first one."""
-    # A stage of a pipeline, like a shard, is no model by itself.
+    """The first failing rank writes its replica locally; an error here must not hide the original failure."""
+    # A pipeline stage, like a shard, is not a whole model.
     if error_dir is None or session.config.parallel.pipeline > 1:
         return
     try:

@@ -53,7 +53,7 @@ class Announcements:
             self._show(replace(verdict, findings=fresh))
 
     def is_news(self, line: str, waited_s: float) -> bool:
-        """Whether a calm line is worth saying: the same one later only for a wait that lasts twice as long."""
+        """Whether a calm line is worth printing: the same line is repeated only for a wait that lasts twice as long."""
         key = _NUMBERS.sub("", line)
         if waited_s < self._calm_patience_s.get(key, 0.0):
             return False

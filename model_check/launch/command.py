@@ -3,8 +3,8 @@
 We start the command as it is, with the black box injected, and keep out of its way: its output and its terminal are
 its own. Ranks are found by the rings that appear in the run directory. Exits are noticed by pidfd.
 
-What a clean command leaves running lives on, and so do the children of a clean rank, whoever else fails. Only a second
-Ctrl-C or SIGTERM ends them.
+Processes that a clean command leaves running live on, and so do the children of a clean rank, even if other ranks fail.
+Only a second Ctrl-C or SIGTERM ends them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_command(
 ) -> CommandResult:
     """Runs the command to its end, watching the ranks it starts. `env` comes on top of our own environment.
 
-    `stop_grace_s`: what the command has after a request to stop before everything is killed.
+    `stop_grace_s`: seconds between a request to stop and SIGKILL for everything.
     """
     forget_outer_job()
     mark = JobMark(os.environ)
@@ -155,7 +155,7 @@ class _CommandJob:
             self._signal_job(signal.SIGTERM, self._ending.reason)
 
     def _collect(self, ended: list[int]) -> None:
-        """Collects what ended before this turn, but nothing whose exit code somebody still waits for."""
+        """Reaps processes that ended before this turn, except those whose exit code is still needed."""
         waited_for = {self._process.pid, self._guard_pid, *self._rank_of} - {exit.pid for exit in self._exits}
         orphans.collect(set(ended) - waited_for)
         orphans.end_loader_workers(orphans.children_of_main_thread())
@@ -163,7 +163,7 @@ class _CommandJob:
     def _find_ranks(self) -> None:
         for path in self._run_dir.blackbox_dir.glob("rank-*.ring"):
             header = read_header(path)
-            # The PID of a rank on another host, or in another container, is a stranger's here.
+            # The PID of a rank on another host or in another container belongs to a different process here.
             if (match := _RING_NAME.search(path.name)) and is_near(header) and header["pid"] not in self._rank_of:
                 self._add_rank(int(match[1]), header)
 
@@ -245,7 +245,7 @@ class _CommandJob:
             processes.send_signal(pid, number)
 
     def _leave_or_end_ranks(self) -> None:
-        """A clean command may leave ranks running. Ranks of one that failed hold memory and devices for nothing."""
+        """A clean command may leave ranks running. Ranks of a failed command only waste memory and devices."""
         left = self._living_ranks()
         clean = self._process.returncode in CLEAN_CODES and self._ending is None and self._stop.again is None
         if left and clean:

@@ -1,7 +1,7 @@
-"""The endpoint at which the hosts of a job meet: who is there, and whether its port is free. Imports no torch.
+"""The endpoint where the hosts of a job meet: who answers there, and whether its port is free. Imports no torch.
 
-torch tries for a minute in silence, deaf to Ctrl-C, and then prints a C++ backtrace. So we look first, and call torch
-only where it can succeed: the port is free on this host, or a store already answers there.
+torch tries silently for a minute, ignores Ctrl-C, and then prints a C++ backtrace. So we look first, and call torch
+only if it can succeed: the port is free on this host, or a store already answers there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from model_check.launch import processes
 from model_check.observe.redaction import redact_argv
 
 JOIN_S = 600.0  # torch's own limit for hosts to arrive
-_TAKEN_AFTER_S = 4.0  # a store between bind and its first answer is no stranger
+_TAKEN_AFTER_S = 4.0  # a store needs time between bind and its first answer
 _TAKEN_ELSEWHERE_AFTER_S = 30.0  # a proxy may answer for a host that is still starting
 _CONNECT_S = 2.0
 _PAUSE_S = 0.25
-# What torch's TCPStore asks first: VALIDATE with its magic number, and PING with a number to be sent back.
+# The first queries of torch's TCPStore: VALIDATE with its magic number, and PING with a number to echo.
 _HELLO = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 0x4D43)
 _ANSWER = struct.pack("=I", 0x4D43)
 
@@ -33,7 +33,7 @@ Found = Literal["store", "stranger", "nobody"]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the hosts meet. `recognises_store`: whether a live store of this torch is taken for one by `ask`."""
+    """Where the hosts meet. `recognises_store`: whether `ask` recognises a live store of this version of torch."""
 
     host: str
     port: int
@@ -41,9 +41,9 @@ class Endpoint:
     recognises_store: Callable[[], bool]
 
     def wait_until_usable(self, waiting: Callable[[], None]) -> bool:
-        """Returns when torch can open the port here (True) or join a store; raises where a stranger has the port.
+        """Returns when torch can open the port here (True) or join a store (False). Raises if another program has it.
 
-        `waiting` is called again and again while nobody answers.
+        `waiting` is called repeatedly while nobody answers.
         """
         started = time.monotonic()
         taken_since: float | None = None
@@ -60,7 +60,7 @@ class Endpoint:
             patience = _TAKEN_AFTER_S if here else _TAKEN_ELSEWHERE_AFTER_S
             if taken_since is not None and now - taken_since > patience:
                 if not self.recognises_store():
-                    return False  # a torch that talks in another way: it must see for itself
+                    return False  # this torch uses another protocol, so let it try
                 raise self.taken(here=here)
             if now - started > JOIN_S:
                 raise LaunchError(
@@ -71,7 +71,7 @@ class Endpoint:
             time.sleep(_PAUSE_S)
 
     def taken(self, *, here: bool) -> LaunchError:
-        """The port is taken, by whom where we can see it."""
+        """The error for a port that is taken; names the process if we can see it."""
         holder = processes.port_holder(self.port) if here else None
         by = " by another program"
         if holder is not None and holder.pid:
@@ -86,7 +86,7 @@ class Endpoint:
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError:
-            return []  # a name that is not known yet, as that of a pod that starts
+            return []  # the name does not resolve yet, as for a pod that is starting
         return [(family, str(address[0])) for family, _, _, _, address in found]
 
     def _is_here(self) -> bool:
@@ -106,7 +106,7 @@ class Endpoint:
 
 
 def is_free(port: int) -> bool:
-    """Whether torch's store could listen on this port: it asks for all addresses at once."""
+    """Whether torch's store could listen on this port; it binds all addresses at once."""
     family, everywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "0.0.0.0")
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -124,7 +124,7 @@ def is_free(port: int) -> bool:
 
 
 def ask(host: str, port: int) -> Found:
-    """Whether a store answers there, something else does, or nobody."""
+    """Whether a store, another program or nobody answers there."""
     try:
         connection = socket.create_connection((host, port), timeout=_CONNECT_S)
     except OSError:

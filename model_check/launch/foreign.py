@@ -85,7 +85,7 @@ def run_script(
 ) -> JobResult:
     """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's.
 
-    `stop_grace_s`: what the ranks have after a request to stop before they are killed.
+    `stop_grace_s`: seconds between a request to stop and SIGKILL.
     """
     script.check()
     env = injected_environment(run_dir, os.environ, guard)
@@ -101,7 +101,7 @@ def run_script(
             isolate_gpus=False,
             start=start,
             memory_limit_gb=memory_limit_gb,
-            # A rank that does not catch Ctrl-C fails at once; another one may still be saving.
+            # A rank that does not catch Ctrl-C fails at once; another may still be saving.
             graces=Graces(stop_s=stop_grace_s, lost_s=stop_grace_s),
             hooks=supervisor.hooks(),
             env=env,

@@ -67,7 +67,7 @@ class Gatherer:
         self._take_all(pids, pids, timeout_s)
 
     def look(self, pids: Mapping[int, int], with_children: Collection[int]) -> None:
-        """A quick look between two rounds, which belongs to the one before it. Children cost as much as a rank."""
+        """A quick look between two rounds, counted with the earlier one. Each child costs as much as a rank."""
         self._looks += 1
         self._take_all(pids, with_children, stacks.TIMEOUT_S)
 
@@ -86,7 +86,7 @@ class Gatherer:
 
     def _take(self, rank: int, rank_pid: int, pid: int, timeout_s: float) -> None:
         is_rank = pid == rank_pid
-        in_passing = self._looks > 0  # then no rank is sent a signal
+        in_passing = self._looks > 0  # a quick look sends no signal
         signal_name = None if in_passing else read_header(self._run_dir.ring(rank)).get("stack_signal")
         # A forked worker inherits the rank's handler and its file.
         taken = stacks.take(
@@ -96,7 +96,7 @@ class Gatherer:
             fault_signal=stacks.signal_number(signal_name),
         )
         if in_passing and taken.source != "py-spy":
-            return  # the kernel knows no lines: the round before says more
+            return  # the kernel knows no source lines: the previous round says more
         process = "rank" if is_rank else "loader_worker" if taken.is_loader_worker else "child"
         name = f"rank-{rank:05d}.{self._stack_round}" + (f".look-{self._looks}" if self._looks else "")
         path = self._run_dir.stacks_dir / (f"{name}.json" if is_rank else f"{name}.{pid}.json")

@@ -70,7 +70,7 @@ class RankGroup:
         self._send(signal.SIGKILL, tree=True)
 
     def pass_on(self, number: int) -> None:
-        """A signal that is between the sender and the script: what comes of it is the script's own doing."""
+        """Forwards a signal that is meant for the script, which decides what happens."""
         for rank in self.running:
             self._nursery.signal(self.pids[rank], number)
 
@@ -82,10 +82,10 @@ class RankGroup:
         hurry: Callable[[], bool] | None = None,
         lost_s: float = math.inf,
     ) -> None:
-        """The signal, the grace, SIGKILL; returns when all are gone.
+        """Sends the signal, waits for the grace period, sends SIGKILL; returns when all are gone.
 
-        `hurry` true cuts the grace short and ends what clean ranks left behind too; a rank that fails meanwhile leaves
-        the others `lost_s` of the grace at most.
+        If `hurry` returns true, the grace period ends at once, and so do processes that clean ranks left behind. If a
+        rank fails meanwhile, the others get at most `lost_s` more.
         """
         self.tell(number)
         hurried = False

@@ -1,12 +1,12 @@
 """The guard: a small process that outlives a killed launcher just long enough to end what the launcher started.
 
-A command that brings its own launcher (torchrun, mp.spawn) has no tie to the ranks below it, which live in sessions of
-their own. All of them carry the mark of their job in their environment, wherever they hang in the process tree: a
-random number that no other process has. The run directory is no such mark, since a user's shell may name it too.
+A command that brings its own launcher (torchrun, mp.spawn) has no tie to the ranks below it, which live in their own
+sessions. Wherever they are in the process tree, all of them carry the mark of their job in their environment: a random
+number that no other process has. The run directory cannot be that mark, since a user's shell may name it too.
 
-Spared are the children of ranks that had ended cleanly when the launcher was killed: those that the rank started as
-programs, which carry the rank's PID in their environment, those that it forked, which are in its events, and all that
-descend from them. Where nobody saw how a rank ended it is not taken for clean.
+The guard spares the children of ranks that had ended cleanly when the launcher was killed: programs that the rank
+started, which carry the rank's PID in their environment; processes that it forked, which are in its events; and all
+their descendants. If nobody saw how a rank ended, it does not count as clean.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class JobMark:
         self._outer = environ.get(JOB_VARIABLE)
 
     def variables(self) -> dict[str, str]:
-        """For the environment of the job's first process. Never for our own: helpers of ours are not of the job."""
+        """For the environment of the job's first process. Never for our own: our helpers do not belong to the job."""
         return {JOB_VARIABLE: f"{self._outer}/{self.number}" if self._outer else self.number}
 
     def holders(self) -> dict[int, dict[str, str]]:
@@ -92,7 +92,7 @@ def _stand_guard(read_end: int, mark: JobMark, run_dir: RunDir) -> NoReturn:
 
 
 def _end_job(mark: JobMark, run_dir: RunDir) -> None:
-    """Kills every process of the job but the children of its clean ranks."""
+    """Kills every process of the job except the children of its clean ranks."""
     for _ in range(_ROUNDS):
         holders = mark.holders()
         left = holders.keys() - _children_of_clean_ranks(holders, run_dir) - {os.getpid()}

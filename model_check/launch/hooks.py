@@ -37,7 +37,7 @@ class Hooks:
     on_start: Callable[[JobView], None] | None = None
     on_poll: Callable[[JobView], EndJob | None] | None = None
     on_exit: Callable[[RankExit], None] | None = None
-    on_trouble: Callable[[str], None] | None = None  # something of ours does not work; the job goes on
+    on_trouble: Callable[[str], None] | None = None  # something of ours failed; the job goes on
 
 
 @dataclass(frozen=True)

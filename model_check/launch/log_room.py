@@ -1,8 +1,8 @@
-"""Room for the logs of the ranks: some is reserved ahead of what they write, and the middle of a long log is given up.
+"""Disk space for the ranks' logs: reserves some ahead of what they write, and drops the middle of a long log.
 
 A rank writes straight into its log, so a disk that others have filled would make `print` raise in the user's script.
 The reserved blocks belong to the log whatever else fills the disk. Beyond its cap a log keeps its first and its newest
-part; what lies between reads as zeros and takes no space.
+part; the middle reads as zeros and takes no space.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class LogRoom:
-    """Looks after the log files of one job. Where the filesystem cannot reserve or give up blocks, it does nothing."""
+    """Manages space for one job's logs. Does nothing on a filesystem that cannot reserve or release blocks."""
 
     def __init__(self, *, kept_first: int = KEPT_FIRST, kept_newest: int = KEPT_NEWEST) -> None:
         self._kept_first = kept_first
@@ -34,7 +34,7 @@ class LogRoom:
         self._given_up: dict[Path, int] = {}
 
     def look(self, logs: Iterable[Path]) -> OSError | None:
-        """Makes room in each log; the error of a disk that is full."""
+        """Makes room in each log. Returns the error if the disk is full."""
         full: OSError | None = None
         for log in logs:
             try:
@@ -44,7 +44,7 @@ class LogRoom:
         return full
 
     def close(self) -> None:
-        """Gives back what was reserved and not used."""
+        """Releases reserved blocks that were not used."""
         for descriptor in self._open.values():
             with suppress(OSError):
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size)
@@ -67,7 +67,7 @@ class LogRoom:
                 self._give_up(log, _KEPT_ON_A_FULL_DISK, size - _KEPT_ON_A_FULL_DISK)
                 _fallocate(descriptor, _KEEP_SIZE, size, RESERVED)
             else:
-                self._reserved[log] = 1 << 62  # it cannot be reserved here: not tried again
+                self._reserved[log] = 1 << 62  # this filesystem cannot reserve: do not try again
                 return
         self._reserved[log] = size + RESERVED
 

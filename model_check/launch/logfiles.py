@@ -46,7 +46,7 @@ class LogDir:
         scratch = link.with_name(f".logs.{os.getpid()}")
         scratch.unlink(missing_ok=True)
         scratch.symlink_to(path)
-        scratch.replace(link)  # another host of the job may be doing the same
+        scratch.replace(link)  # another host of the job may be doing this too
         return cls(path)
 
     def rank(self, rank: int) -> Path:

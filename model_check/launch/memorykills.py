@@ -85,7 +85,7 @@ def memory_limit(folder: Path) -> int | None:
 
 
 def container_limit() -> int | None:
-    """The tightest memory limit around this process, in bytes; None where there is none."""
+    """The tightest memory limit around this process, in bytes; None if there is none."""
     limits = [limit for folder in memory_cgroups(os.getpid()) if (limit := memory_limit(folder)) is not None]
     return min(limits, default=None)
 

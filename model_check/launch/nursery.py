@@ -5,8 +5,8 @@ inherit. The nursery is forked once, right after the imports, while the launcher
 no tensor work, starts no CUDA, and only forks, signals and waits. When the launcher goes away, by whatever cause, the
 nursery kills every running rank with all of its descendants.
 
-What a rank left running is killed with it where the rank failed. Children of a clean rank live on; the nursery adopts
-them, so that a second Ctrl-C can end them for as long as the job runs, and leaves them to init when it ends itself.
+If a rank fails, the processes it left running are killed too. Children of a clean rank live on. The nursery adopts
+them, so that a second Ctrl-C can end them while the job runs; when the nursery ends, init inherits them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SignalRank:
 
 @dataclass(frozen=True)
 class EndOrphans:
-    """Launcher to nursery: end whatever is left of the job, children of clean ranks included."""
+    """Launcher to nursery: end everything that is left of the job, including children of clean ranks."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Nursery:
         return pickle.loads(data)  # the bytes of our own child, on a socket nobody else has
 
     def _lost(self) -> LaunchError:
-        """The kernel ends the ranks of a killed nursery. What they started is ours to end."""
+        """The kernel ends the ranks of a killed nursery. We must end the processes that the ranks started."""
         for pid in self._running:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ from model_check.launch import processes
 
 KEPT_DAYS = 7
 KEPT_FOLDERS = 20  # beyond these, a day is enough
-MOST_FOLDERS = 200  # beyond these, or these bytes, an hour is enough
+MOST_FOLDERS = 200  # beyond this count, or the bytes below, an hour is enough
 MOST_BYTES = 8 << 30
 _DAY_S = 86400.0
 _HOUR_S = 3600.0
@@ -32,7 +32,7 @@ class _OldLogs:
 def remove_old_logs(root: Path, now: float | None = None) -> list[Path]:
     """Removes log folders of dead jobs that were last written a week ago, or a day ago beyond the newest twenty.
 
-    Beyond the newest 200, or the newest 8 GiB, an hour ago is enough.
+    Beyond the newest 200 folders, or the newest 8 GiB, an hour ago is enough.
     Only real folders of this user with exactly the name that a job gives them; links are neither followed nor removed.
     """
     moment = time.time() if now is None else now
@@ -67,7 +67,7 @@ def _log_folders(root: Path) -> list[_OldLogs]:
 
 
 def _last_written(folder: os.DirEntry[str]) -> tuple[float, int] | None:
-    """When anything in the folder was last written to, and its bytes; None for a folder of another user."""
+    """When anything in the folder was last written, and its size in bytes; None for another user's folder."""
     try:
         about = folder.stat(follow_symlinks=False)
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():

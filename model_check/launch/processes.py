@@ -75,7 +75,7 @@ class ProcStat:
     start_ticks: int  # with the pid this names a process for good: pids are reused
     rss: int
     wait_status: int | None  # how a zombie ended, as waitpid(2) encodes it
-    io_bytes: int = 0  # of a child that was sampled with its parent, like the next
+    io_bytes: int = 0  # only for a child sampled with its parent, like the next field
     switches: int | None = None
 
     @property
@@ -175,7 +175,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def thread_states(pids: Iterable[int]) -> set[str]:
-    """The states of all threads of these processes: R wants a processor or has one, D is in uninterruptible I/O."""
+    """The states of all threads of these processes: R runs or wants to run, D is in uninterruptible I/O."""
     found: set[str] = set()
     for pid in pids:
         try:
@@ -199,7 +199,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Signals a process, if it is still there and ours to signal."""
+    """Signals a process, if it still exists and we may signal it."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 

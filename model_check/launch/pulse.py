@@ -18,7 +18,7 @@ _SEQ = struct.Struct("<Q")
 _PHASE_OFFSET = struct.calcsize("<QQB")
 _STEP_OFFSET = struct.calcsize("<QQBBBB")
 _STEP = struct.Struct("<i")
-# Records of a rank that asks others for something; asking again and again is no progress of its own.
+# Records of a rank that asks others for something; asking repeatedly is not progress.
 _ASKING = frozenset(ring.PHASES.index(phase) for phase in ("collective", "p2p", "barrier", "init", "store", "gate"))
 _MEDIAN_OVER = 20  # looks at a rank that moved: a job that has become slower is judged by its new pace
 
@@ -37,7 +37,7 @@ class Pulse:
         self.pid = 0
         self.seq = 0
         self.step = -1
-        self.worked_at: float | None = None  # when its newest record of work of its own was written
+        self.worked_at: float | None = None  # when it last recorded work of its own
         self.last_at = started_at  # seconds of CLOCK_MONOTONIC; the start of the process until the ring has a record
 
     @property

@@ -40,7 +40,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def tie_to_parent(parent_pid: int) -> None:
     """The kernel kills this process when its parent dies, whatever kills the parent.
 
-    Only for a rank. A tie asks for no exit code, and the children of a rank live on where it ended cleanly.
+    Only for a rank: the tie ignores exit codes, and the children of a rank that ended cleanly must live on.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -52,7 +52,7 @@ def become_rank(
 ) -> None:
     """Turns a forked child into a rank: own session, default signals, own environment, output into its log.
 
-    `ignored`: signals that the launcher was told to ignore, as by nohup; its ranks ignore them too.
+    `ignored`: signals that the launcher ignores, for example under nohup; its ranks ignore them too.
     """
     tie_to_parent(parent_pid)
     # Where Yama restricts ptrace, py-spy started by the launcher may look at this process and nobody else.
@@ -69,7 +69,7 @@ def become_rank(
 
 
 def _redirect_streams(log: Path) -> None:
-    # As private as its folder.
+    # The log is as private as its folder.
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, log.parent.stat().st_mode & 0o666)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (out, 1), (out, 2)):
@@ -79,7 +79,7 @@ def _redirect_streams(log: Path) -> None:
 
 
 class _Output(io.FileIO):
-    """A rank's log as a stream. What a full disk does not take is dropped: print() must not end the training."""
+    """A rank's log as a stream. Output that a full disk rejects is dropped: print() must not end the training."""
 
     def write(self, data: Any, /) -> int:
         try:

@@ -1,4 +1,4 @@
-"""How the hosts of a job find each other: torch's c10d rendezvous, with a line while it waits."""
+"""How the hosts of a job find each other: torch's c10d rendezvous, with status lines while it waits."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def _parse(hosts: Hosts) -> Endpoint:
 
 
 def _recognises_store() -> bool:
-    """Whether our question gets its answer from a store of this version of torch."""
+    """Whether a store of this version of torch answers our query."""
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     return ask(LOOPBACK, store.port) == "store"
 
 
 class _WaitingLine:
-    """One line every few seconds for as long as hosts are missing, and none where all come at once."""
+    """Prints a line every few seconds while hosts are missing, and none if all arrive at once."""
 
     def __init__(self, hosts: Hosts, say: Callable[[str], None]) -> None:
         self._hosts = hosts
@@ -108,7 +108,7 @@ class _WaitingLine:
 
 
 class _CountingBackend(RendezvousBackend):
-    """Reads along in the state that torch exchanges about once a second, and counts the hosts in it."""
+    """Reads the state that torch exchanges about once a second, and counts the hosts in it."""
 
     def __init__(self, backend: RendezvousBackend, line: _WaitingLine) -> None:
         self._backend = backend
@@ -126,6 +126,6 @@ class _CountingBackend(RendezvousBackend):
 
     def _counted(self, answer: _Answer) -> _Answer:
         if answer is not None:
-            # The bytes that torch itself unpickles a moment later.
+            # Safe: torch itself unpickles these bytes a moment later.
             self._line.have_arrived(len(pickle.loads(answer[0]).participants))
         return answer

@@ -48,7 +48,7 @@ class Requests:
 
 
 def handle(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
-    """Installs the handlers and returns the previous ones. An ignored signal stays ignored: nohup means it."""
+    """Installs the handlers and returns the previous ones. An ignored signal stays ignored, so that nohup works."""
     heard = {n: handler for n, handler in handlers.items() if signal.getsignal(n) is not signal.SIG_IGN}
     return {number: signal.signal(number, handler) for number, handler in heard.items()}
 
@@ -56,8 +56,8 @@ def handle(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
 class StopRequest(Requests):
     """Catches the signals while a job runs, and gives the old handlers back. Works on the main thread only.
 
-    `as_received`: the ranks get the signal that came, and SIGUSR1 and SIGUSR2 are theirs, not a request to stop.
-    Otherwise they get SIGTERM.
+    `as_received`: the ranks get the signal that arrived, and SIGUSR1 and SIGUSR2 do not request a stop. Otherwise the
+    ranks get SIGTERM.
 
     Armed, a signal is noted for the supervision, which tells the ranks. Not armed (no ranks, or a wait for other hosts
     that nothing else can interrupt), it raises on the spot.

@@ -2,13 +2,13 @@
 
 `poll` is called about ten times a second by whoever runs the ranks. It is a state machine that never sleeps:
 
-    quiet ──(no progress past the threshold)──> suspected: sample, stacks, flight; looks at those who do not wait
+    quiet ──(no progress past the threshold)──> suspected: sample, stacks, flight; looks at ranks that do not wait
     suspected ──(0.8 s later)──> stalled: second round of stacks, examine, say the finding once
     stalled ──(alive: it compiles, its lines change)──> one calm line, and more looks now and then
     stalled ──(progress)──> quiet: the finding is withdrawn
-
-While some rank works, those who wait for it are no stall, however long they wait: a calm line says so.
     stalled ──(a proven error, or hang_kill_after_s)──> ending
+
+While some rank works, the ranks that wait for it are not stalled, however long they wait: a calm line says so.
 
 The rules that name a fault live elsewhere; they come in as `examine`, which reads the run directory.
 """
@@ -36,8 +36,8 @@ Examine = Callable[[RunDir, bool], Verdict]
 _CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself
 _STANDINGS_FRESH_S = 1.0
 _MOST_ROUNDS = 12  # of stacks in one stall; by then hours have passed
-_LOOKS = 6  # at those who do not wait, in one burst
-_LOOK_AGAIN_S = 3.0  # at a rank that is alive, the next burst; later ones after a tenth of the time that has passed
+_LOOKS = 6  # in one burst, at ranks that do not wait
+_LOOK_AGAIN_S = 3.0  # until the next burst at a live rank; later bursts come after a tenth of the time passed so far
 _LOOK_AGAIN_SHARE = 0.1
 _LONGEST_BLINDNESS_S = 8.0
 _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
@@ -51,8 +51,8 @@ EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its o
 class Limits:
     """All in seconds. `kill_after_s` 0: a stall is never ended without proof.
 
-    `io_kill_after_s`: the same for a rank in uninterruptible I/O (state D), which a slow filesystem may keep there for
-    long; 0: never.
+    `io_kill_after_s`: the same for a rank in uninterruptible I/O (state D), where a slow filesystem may hold it for a
+    long time; 0: never.
     `own_exit_s` is what a failing rank gets to leave by itself, `own_launcher_s` what a launcher that the job brought
     along gets to end the others.
     """
@@ -97,11 +97,11 @@ class Supervisor:
         self._gather = Gatherer(run_dir, self.journal, request_flight)
         self._ranks: dict[int, Rank] = {}
         self._stall: Stall | None = None
-        self._calm_line_due = 0.0  # 0: none was said since all ranks moved
+        self._calm_line_due = 0.0  # 0: no calm line since all ranks last moved
         self._crashed = False
         self._in_trouble = False
         self._verdict_file = VerdictFile(run_dir.verdict)
-        self.notes: set[str] = set()  # what of ours failed, for the verdict
+        self.notes: set[str] = set()  # failures of our own code, for the verdict
         self._sampled_at = 0.0
         self._examined_at = 0.0
         self._examine_cost_s = 0.0
@@ -139,7 +139,7 @@ class Supervisor:
             self._crashed = True
             try:
                 self._on_first_failure(exit)
-            except Exception as error:  # evidence that cannot be taken must not change how the job ends
+            except Exception as error:  # failing to take evidence must not change how the job ends
                 self._say_trouble(f"no evidence of the survivors ({type(error).__name__}: {error}); the job goes on")
 
     def hooks(self) -> Hooks:
@@ -159,12 +159,12 @@ class Supervisor:
     # The loop.
 
     def poll(self) -> EndJob | None:
-        """One turn; the answer is not None when the job must end. Our own trouble never ends it."""
+        """One turn. Returns not None if the job must end. Our own errors never end it."""
         try:
             return self._turn()
         except OSError as error:
             self._say_trouble(f"the run directory cannot be used ({error}); the job goes on without a watch")
-        except Exception as error:  # a mistake of ours costs the job its watch for this turn, nothing else
+        except Exception as error:  # a bug of ours costs the job one turn of supervision, nothing else
             self._say_trouble(f"the watch failed ({type(error).__name__}: {error}); the job goes on")
         return None
 
@@ -302,7 +302,7 @@ class Supervisor:
                 self.say(line)
 
     def _waited_for_work(self, quiet: list[Rank], alive: list[Rank], now: float) -> bool:
-        """All that is quiet waits, and somebody who does not has just written a record of work: it evaluates, say."""
+        """Whether all quiet ranks wait, and a rank that does not wait has just recorded work, such as an evaluation."""
         working = [
             rank
             for rank in alive
@@ -320,14 +320,14 @@ class Supervisor:
         return True
 
     def _say_calmly(self, line: str, waited_s: float, now: float) -> None:
-        """One line while ranks wait and nothing is wrong, and another one each half minute."""
+        """Prints one line while ranks wait and nothing is wrong, and another every half minute."""
         if now < self._calm_line_due or (not self._calm_line_due and not self.announcements.is_news(line, waited_s)):
             return
         self._calm_line_due = now + self._limits.say_every_s
         self.say(line)
 
     def _look(self, stall: Stall, now: float) -> None:
-        """Bursts of stacks of those who do not wait: only several looks tell a rank that gets on from a loop."""
+        """Takes bursts of stacks of ranks that do not wait: only several looks tell progress from an endless loop."""
         pause = max(_LOOK_AGAIN_S, _LOOK_AGAIN_SHARE * (now - stall.since))
         in_burst = stall.looks % _LOOKS != 0 or stall.rounds == 1
         if not in_burst and (now - stall.looked_at < pause or self._calm_line() is None):
@@ -336,13 +336,13 @@ class Supervisor:
         stall.looked_at = now
         pids = self._pids()
         working = [standing for standing in self._standings() if not standing.waits and standing.rank in pids]
-        # A stopped process moves between no two looks, and a look at it takes long.
+        # A stopped process never moves between two looks, and looking at it takes a long time.
         seen = {standing.rank: pids[standing.rank] for standing in working}
         seen = {rank: pid for rank, pid in seen.items() if not processes.is_stopped(pid)}
         self._gather.look(seen, with_children={standing.rank for standing in working if standing.phase == "data"})
 
     def _calm_line(self) -> str | None:
-        """What the ranks wait for, where the verdict on the stall is that nothing is wrong."""
+        """What the ranks wait for, if the verdict on the stall is that nothing is wrong."""
         told = [finding for finding in self.verdict.findings if finding.code.startswith("MC2")]
         if not told or any(finding.severity != "info" for finding in told):
             return None
@@ -458,7 +458,7 @@ class Supervisor:
             self._say_what_ended(now)
 
     def _judged(self, live: bool) -> Verdict:
-        """The rules' verdict. Where they fail as a whole, the one before stands, with a note."""
+        """The rules' verdict. If the examination itself fails, the previous verdict stands, with a note."""
         if self.journal.lost is not None:
             self.notes.add(f"the launcher could not write its events: {self.journal.lost.strerror}")
         try:
@@ -505,7 +505,7 @@ class Supervisor:
         return None
 
     def _out_of_patience(self, now: float) -> str | None:
-        """Why the stall has lasted long enough to end the job; None while it has not."""
+        """Why the stall has lasted too long and the job must end; None while it has not."""
         kill_after, io_kill_after = self._limits.kill_after_s, self._limits.io_kill_after_s
         if kill_after and now - self._life_at > kill_after:
             return f"hang: no progress for {now - self._life_at:.0f} s (hang_kill_after_s is {kill_after:g})"

@@ -23,7 +23,7 @@ class LineTail:
         self._dropped = 0
         self._copy: BinaryIO | None = None
         if copy_to is not None:
-            with suppress(OSError):  # a copy that cannot be made costs the job nothing
+            with suppress(OSError):  # a failed copy must not harm the job
                 copy_to.parent.mkdir(parents=True, exist_ok=True)
                 self._copy = copy_to.open("ab", buffering=0)
 

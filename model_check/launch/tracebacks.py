@@ -1,7 +1,7 @@
-"""Which tracebacks of the ranks reach the terminal: each different one once, those of victims in one line.
+"""Decides which tracebacks reach the terminal: each distinct one once, and one line for each victim.
 
-A rank that dies takes its peers with it, and each of them prints a long traceback that says only that. The log files
-keep every line.
+A rank that dies takes its peers with it, and each peer prints a long traceback that says only that. The log files keep
+every line.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pathlib import Path
 from model_check.launch.failures import is_lost_peer
 
 _HEAD = "Traceback (most recent call last):"
-_RANK = re.compile(r"^\[rank\d+\]: ")  # torch's own prefix in every line of an exception that ends a rank
-_LONGEST = 2000  # lines; a block that goes on has lost its end
+_RANK = re.compile(r"^\[rank\d+\]: ")  # torch's prefix on every line of an exception that ends a rank
+_LONGEST = 2000  # lines; a longer block has lost its end
 _SHOWN_CHARACTERS = 160
 
 
 class Tracebacks:
-    """Goes through the lines of all ranks of a job."""
+    """Filters the lines of all ranks of a job."""
 
     def __init__(self) -> None:
         self._open: dict[str, list[str]] = {}
-        self._whole: dict[str, str] = {}  # the text of a traceback, and who printed it first
+        self._whole: dict[str, str] = {}  # traceback text -> the rank that printed it first
         self._first_victim: list[str] = []
 
     def shown(self, label: str, lines: list[str], log: Path) -> list[str]:
-        """The lines to show, of those that one rank has written. A traceback is held back until its last line."""
+        """Returns which of a rank's new lines to show. A traceback is held back until its last line."""
         found: list[str] = []
         for line in lines:
             body, block = _RANK.sub("", line), self._open.get(label)
@@ -52,7 +52,7 @@ class Tracebacks:
         return block if first == label else [f"{said} (the same traceback as {first}: {log})"]
 
     def left(self) -> list[str]:
-        """At the end: blocks without an end; and where no rank printed another traceback, that of the first victim."""
+        """At the end: unfinished blocks and, if no rank printed another traceback, the first victim's."""
         found = [f"[{label}] {line}" for label, block in self._open.items() for line in block]
         self._open.clear()
         return [*found, *([] if self._whole or found else self._first_victim)]

@@ -1,4 +1,4 @@
-"""Our own words on standard error. Writing can neither block nor end a job: a reader may stop reading, or be gone."""
+"""Our own messages on standard error. Writing can neither block nor end a job, even if the reader stalls or is gone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import queue
 import sys
 import threading
 
-_MOST_WAITING = 1000  # texts; a reader that is this far behind gets no more
+_MOST_WAITING = 1000  # messages; a reader that is this far behind gets no more
 _FAREWELL_S = 5.0
 
 
 class Voice:
-    """Writes on a thread of its own, in order. Past the stream's buffer: its lock would hold up our exit.
+    """Writes in order, on its own thread. Bypasses the stream's buffer, whose lock would hold up our exit.
 
-    The thread begins with the first words: before them the launcher may still fork, which needs a single thread.
+    The thread starts with the first message: until then the launcher may still fork, which needs a single thread.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Voice:
                 self._thread.start()
 
     def close(self) -> None:
-        """Waits a few seconds for a slow reader. The verdict is in the run directory in any case."""
+        """Waits a few seconds for a slow reader. The verdict is in the run directory anyway."""
         if self._thread.ident is None:
             return
         self._texts.put(None)

@@ -20,7 +20,7 @@ NEVER_IDLE_PHASES = frozenset({"data", "save", "load", "hub", "tracker", "input"
 _DEFAULT_GROUP = "default"
 
 _PASSES = frozenset({"forward", "backward", "optimizer"})
-_NEWEST_PASSES = 8  # records of them
+_NEWEST_PASSES = 8  # newest records of passes to look at
 _DOES = {
     "data": "loads data",
     "save": "saves a checkpoint",
@@ -137,7 +137,7 @@ def waiting_line(where: Sequence[Standing], now: float) -> str | None:
 
 
 def work_line(working: Sequence[Standing], waiting: int) -> str:
-    """Some ranks work and the others wait for them, as they should: "rank 0 evaluates; 3 ranks wait for it"."""
+    """Says that some ranks work while others wait for them: "rank 0 evaluates; 3 ranks wait for it"."""
     first = min(working, key=lambda standing: standing.rank)
     does = "evaluates" if first.forwards_only else _DOES.get(first.phase, "is at work")
     others = f" (and {len(working) - 1} more)" if len(working) > 1 else ""

@@ -1,4 +1,4 @@
-"""What the supervisor holds in mind: one rank under watch, and one suspicion that nothing moves."""
+"""The supervisor's state: one watched rank, and one suspected stall."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACTIVE_BYTES = 1 << 20
 
 @dataclass
 class Rank:
-    """One process under watch."""
+    """One watched process."""
 
     rank: int
     pid: int
@@ -25,7 +25,7 @@ class Rank:
     io_bytes: int = 0
 
     def was_active(self, seen: ProcessSample) -> bool:
-        """It, or a child of its, computed for 50 ms or moved a megabyte since the last sample."""
+        """Whether it or one of its children computed for 50 ms or moved a megabyte since the last sample."""
         cpu_s = seen.stat.cpu_s + sum(child.cpu_s for child in seen.children)
         active = cpu_s - self.cpu_s > _ACTIVE_CPU_S or seen.io_bytes - self.io_bytes > _ACTIVE_BYTES
         self.cpu_s, self.io_bytes = cpu_s, seen.io_bytes

@@ -64,9 +64,9 @@ def _check_importable(name: str, module: str, command: str) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _import_problem(module: str) -> str | None:
-    """Why a kernel's package cannot be used; None where it can. `auto` must not end a run over a broken package."""
+    """Why a kernel's package cannot be used; None if it can. A broken package must not end a run under `auto`."""
     package = importlib.util.find_spec("flash_attn")
-    # Both packages share the folder flash_attn. Where version 4 is alone in it, it has no __init__.py.
+    # Both packages share the folder flash_attn. If only version 4 is installed, it has no __init__.py.
     if package is None or (module == "flash_attn" and package.origin is None):
         return "is not installed"
     try:

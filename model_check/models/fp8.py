@@ -24,7 +24,7 @@ _MULTIPLE = 16  # what the fp8 GEMMs need of every dimension
 
 
 def _scale_of(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The fp32 number that maps the largest magnitude to the largest number of `dtype`."""
+    """The fp32 factor that maps the largest magnitude to the largest number of `dtype`."""
     return value.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
 
 
@@ -50,8 +50,8 @@ class _Fp8Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         rows, rows_scale = _cast(x.flatten(0, -2), _FORWARD)
         matrix, matrix_scale = _cast(weight, _FORWARD)
-        # The weight is cast again in backward, from the bf16 copy that exists anyway: its transpose would cost a byte a
-        # number for as long as the activations live. Only the search for its largest magnitude is saved.
+        # Backward casts the weight again, from the bf16 copy that exists anyway: keeping its transpose would cost a
+        # byte per element for as long as the activations live. Its largest magnitude is not searched for again.
         ctx.save_for_backward(rows, rows_scale, weight, matrix_scale)
         ctx.shape = x.shape
         return _product(rows, rows_scale, matrix, matrix_scale, x.dtype).unflatten(0, x.shape[:-1])

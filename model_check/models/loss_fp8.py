@@ -33,7 +33,7 @@ from model_check.models.loss import (
 from model_check.models.loss_triton import cross_entropy_in_place, scale_in_place
 
 MULTIPLE = 16
-"""What the fp8 products need of every dimension."""
+"""Every dimension of an fp8 product must be a multiple of this."""
 
 _INPUT, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 _GRADIENT_UNIT = 32768.0  # e5m2 of the largest possible gradient, 1.0; a power of two, so scaling is exact
@@ -48,7 +48,7 @@ def fp8_linear_cross_entropy(
     denominator: Tensor | float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """As `fused_linear_cross_entropy`, in fp8. Batches whose rows do not divide by 16 take the bf16 path."""
+    """Like `fused_linear_cross_entropy`, in fp8. Batches whose row count is not divisible by 16 take the bf16 path."""
     rows = targets.numel()
     if rows == 0 or rows % MULTIPLE or compute_dtype(hidden) != torch.bfloat16:
         return fused_linear_cross_entropy(hidden, weight, targets, denominator=denominator, chunk=chunk)
@@ -74,7 +74,7 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
         count, vocabulary = labels.shape[0], weight.shape[0]
         losses = torch.empty(count, dtype=torch.float32, device=x.device)
         grad_rows = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        # The weight's gradient sums over all rows: one product at the end, instead of one to add for every chunk.
+        # The weight's gradient sums over all rows: one product at the end instead of one per chunk to add up.
         transposed = torch.empty(vocabulary, count, dtype=_GRADIENT, device=x.device)
         gradient_scale = (1.0 / (divisor * _GRADIENT_UNIT)).reshape(())
         for start in range(0, count, chunk):
@@ -102,7 +102,7 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
 
 
 def _loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """The summed loss alone, of the same fp8 logits as in training."""
+    """Only the summed loss, from the same fp8 logits as in training."""
     labels = targets.reshape(-1)
     x, _, x_scale = cast_both_ways(hidden.reshape(-1, hidden.shape[-1]))
     w, _, w_scale = cast_both_ways(weight)
@@ -121,7 +121,7 @@ def _product(left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tenso
 
 
 def cast_both_ways(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The matrix in e4m3, its transpose, and the fp32 number to multiply either with."""
+    """The matrix in e4m3, its transpose, and the fp32 factor that scales both back."""
     matrix = matrix.to(torch.bfloat16).contiguous()
     rows, columns = matrix.shape
     largest = torch.linalg.vector_norm(matrix, float("inf"), dtype=torch.float32).clamp(min=1e-12)

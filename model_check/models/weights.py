@@ -51,7 +51,7 @@ _OURS_INSIDE_A_LAYER = {theirs: ours for ours, theirs in _INSIDE_A_LAYER.items()
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 _THEIR_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MOST_NAMES_IN_A_MESSAGE = 8
-# Others, such as the integers of a quantized model, are no weights without what scales them.
+# Other formats, such as the integers of a quantized model, are useless without their scales.
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _POINTER = b"version https://git-lfs"
 
@@ -88,9 +88,9 @@ def load_pretrained(model: Llama, source: str | Path) -> None:
 
 
 def check_pretrained(model: Llama, source: str | Path) -> list[Path]:
-    """The files that fill `model`, which may be on the meta device; ModelError where they do not fit.
+    """The files that fill `model`, which may be on the meta device. ModelError if they do not fit.
 
-    Reads headers alone.
+    Reads only headers.
     """
     folder = pretrained_folder(source, weights=True)
     places = _weight_places(folder)
@@ -144,7 +144,7 @@ def save_pretrained(
 
 
 def _weight_places(folder: Path) -> dict[str, list[str]]:
-    """Each file of weights with the tensors that the index puts into it; one file alone has no index."""
+    """Each weights file with the tensors that the index assigns to it; a single file has no index."""
     index = folder / INDEX_FILE
     if not index.is_file():
         return {SINGLE_FILE: []}
@@ -170,7 +170,7 @@ def _open(path: Path) -> Any:
 
 
 def _is_pointer(path: Path) -> bool:
-    """What a clone without Git LFS has in the place of each large file."""
+    """Whether it is a Git LFS pointer, which a clone without LFS has in place of each large file."""
     try:
         with path.open("rb") as file:
             return file.read(len(_POINTER)) == _POINTER
@@ -180,7 +180,7 @@ def _is_pointer(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What a header says of a tensor."""
+    """What a header says about a tensor."""
 
     shape: tuple[int, ...]
     dtype: str

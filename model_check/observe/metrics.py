@@ -64,9 +64,9 @@ class WandbSink:
 
 
 class MetricsWriter:
-    """One object a step into metrics.jsonl, and the same into every other sink.
+    """Writes one object per step to metrics.jsonl and to every other sink.
 
-    A sink that fails, on a full disk say, never ends training: `on_failure` hears of it, and the next step tries again.
+    A failing sink (on a full disk, say) never ends training: `on_failure` is called, and the next step tries again.
     """
 
     def __init__(

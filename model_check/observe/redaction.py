@@ -30,7 +30,7 @@ _KNOWN_SHAPE = re.compile(
 _PRIVATE_KEY = re.compile(
     r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?:(-----END [A-Z ]*PRIVATE KEY-----)|\Z)", re.DOTALL
 )
-# `key=`, `token=` and `tokens=` are ordinary words of code and of logs: in a text only these names hold a secret.
+# `key=`, `token=` and `tokens=` are common in code and logs, so in free text only these names mark a secret.
 _SECRET_WORD = (
     r"account_?key|shared_?access_?(?:key|signature)|(?:\w*_)?(?:password|passwd|passphrase|pwd)"
     r"|(?:\w*[_-])?api[_-]?key|(?:\w*_)?secret(?:_?access)?_?key|(?:\w*_)?(?:client|app)_?secret"
@@ -38,7 +38,7 @@ _SECRET_WORD = (
 )
 _ASSIGNED = re.compile(
     rf"\b({_SECRET_WORD})\b(\s*=\s*)"
-    # Not a call or an index: then it is a line of code.
+    # Not a call or an index, which would mean a line of code.
     r"(?:([\"'])(?:(?!\3)[^\\\n]|\\.)+\3|(?!(?:None|True|False)\b|[\w.]*[(\[])[^\s;,&\"'<>()\[\]{}]+)",
     re.IGNORECASE,
 )
@@ -89,13 +89,13 @@ def redact_argv(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def _names_in(word: str) -> list[str]:
-    """What may name a value in `--set=hub.token=abc`: `--set` and `--set=hub.token`; text and URLs have no names."""
+    """Possible names in `--set=hub.token=abc`: `--set` and `--set=hub.token`. Text and URLs have no names."""
     ends = [place for place, character in enumerate(word) if character == "="]
     return [word[:end] for end in ends if _NAME.fullmatch(word[:end])]
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text without the given secrets, what URLs, headers and connection strings hold, and well-known tokens."""
+    """Redacts the given secrets, well-known tokens, and secrets in URLs, headers and connection strings."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
     text = _PRIVATE_KEY.sub(rf"\1{REDACTED}\2", text)

@@ -50,8 +50,8 @@ def loss_bytes(shape: ModelShape, load: Workload, tokens: float, *, tensor: int,
         at_once = chunk * (1 + 2 * _FP32 / load.width) + weight * 2 * _FP32
         return LossBytes(at_once, 0.0, gradient, hidden_gradient)
     if load.precision == "fp8":
-        # Hidden states and weight as a byte in both layouts, the whole gradient of the logits transposed, and of two
-        # chunks the logits and of one their gradient. The weight's gradient comes when the chunks are done.
+        # Hidden states and weight in fp8, in both layouts; the whole transposed gradient of the logits; the logits of
+        # two chunks and the logit gradient of one. The weight's gradient is made after the last chunk.
         both_ways = 2 * shape.hidden_size * (tokens + vocabulary)
         at_once = both_ways + tokens * vocabulary + rows * vocabulary * (load.width * min(2, chunks) + 1)
         return LossBytes(at_once, 0.0, gradient, hidden_gradient)

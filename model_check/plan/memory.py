@@ -279,7 +279,7 @@ def _gradient_width(load: Workload, layout: Layout) -> int:
 def _summed_width(load: Workload, layout: Layout) -> float:
     """Bytes of a bf16 gradient at the end of a step.
 
-    Several micro-batches are summed in float32 (see engine.gradient_sums); DDP's buckets stay beside the sums.
+    With several micro-batches it is summed in float32 (see engine.gradient_sums); DDP's buckets stay beside the sums.
     """
     if load.micro_batches == 1:
         return 2.0

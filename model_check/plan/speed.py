@@ -104,7 +104,7 @@ def _optimizer_seconds(shape: ModelShape, load: Workload, layout: Layout, memory
 
 
 def _gradient_width(load: Workload) -> int:
-    """Bytes of a gradient that one rank holds whole: bf16, or the fp32 sum of several micro-batches."""
+    """Bytes per element of an unsharded gradient: bf16, or the fp32 sum of several micro-batches."""
     return 2 if load.precision in ("bf16", "fp8") and load.micro_batches == 1 else 4
 
 

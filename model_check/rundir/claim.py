@@ -1,9 +1,8 @@
-"""One job at a time in a run directory: the hosts of a job share it, another job is refused.
+"""One job at a time in a run directory: the hosts of a job share it, and another job is refused.
 
 `run.lock` names the job that uses the directory. Each launcher of that job holds a shared flock on it, so the claim
-ends with the last of them, whatever ended it. Where the filesystem has no locks, the file alone is the claim: it holds
-as long as the process that it names lives, or, where that PID means nothing here, as long as its modification time
-is renewed.
+ends with the last launcher, however it ends. On a filesystem without locks, the file alone is the claim. It holds while
+the process that it names lives or, if that PID means nothing on this host, while its modification time is renewed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _held: set[int] = set()
 
 
 def _let_go_in_child() -> None:
-    """A forked rank or loader worker must not keep the directory when its launcher is gone."""
+    """A forked rank or loader worker must not keep the directory claimed once its launcher is gone."""
     while _held:
         os.close(_held.pop())
 
@@ -41,7 +40,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 @dataclass(frozen=True)
 class Job:
-    """Who asks for a directory. Launchers with the same name are hosts (or ranks) of one job."""
+    """The job that asks for a directory. Launchers with the same name are hosts (or ranks) of one job."""
 
     name: str
     shared: bool
@@ -53,7 +52,7 @@ class Job:
 
     @classmethod
     def meeting_at(cls, endpoint: str, job_id: str = "") -> Job:
-        """The job whose hosts meet at `endpoint` (host:port); a loopback address means another job on each host."""
+        """The job whose hosts meet at `endpoint` (host:port); a loopback address means a different job on each host."""
         host = endpoint.rpartition(":")[0]
         where = f"{os.uname().nodename}/" if host in ("127.0.0.1", "localhost", "[::1]", "::1", "") else ""
         return cls(f"{job_id}@{where}{endpoint}", shared=True)
@@ -63,9 +62,9 @@ class Claim:
     """A claimed run directory. `joined`: another host of this job claimed it before. Ends with `release` or death."""
 
     def __init__(self, root: Path, job: Job, *, force: bool | None, check_free: Callable[[], None]) -> None:
-        """`check_free` raises where the directory cannot be used by a job that finds it unclaimed.
+        """`check_free` raises if the directory cannot be used even though no job claims it.
 
-        `force` takes a directory that is in use; None: the caller's verb has no such flag.
+        `force` takes over a directory that is in use; None: the caller's verb has no such flag.
         """
         self._path = root / LOCK
         self._job = job
@@ -115,7 +114,7 @@ class Claim:
                 raise self._in_use(holder) from None
         self._check_free()
         self._write()
-        # Not atomic: another job may have come between the two locks.
+        # Not atomic: another job may have got in between the two locks.
         fcntl.flock(self._fd, fcntl.LOCK_SH)
         holder = self._read()
         if holder and holder.get("job") != self._job.name:
@@ -133,7 +132,7 @@ class Claim:
         write_json_atomic(self._path, self._record())
         now = read_json(self._path)
         if isinstance(now, dict) and now.get("job") != self._job.name:
-            raise self._in_use(now)  # both came at once; the later one has it
+            raise self._in_use(now)  # both came at once, and the later one got it
         return False
 
     def _lives(self, holder: dict[str, Any]) -> bool:
@@ -186,9 +185,9 @@ def enter(
     force: bool | None = None,
     mode: int = PRIVATE,
 ) -> tuple[RunDir, Claim]:
-    """Claims a run directory for a job and makes its folders. One that is refused stays as it was.
+    """Claims a run directory for a job and makes its folders. If the claim is refused, the directory is unchanged.
 
-    It must be new or empty, unless the job resumes into it or another host of the job is in it already.
+    The directory must be new or empty, unless the job resumes into it or another host of the job already uses it.
     """
     path = new_path(root)
 

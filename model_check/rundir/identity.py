@@ -1,6 +1,6 @@
 """Which process wrote something: host, boot, PID namespace, PID and start time.
 
-A PID alone names nobody: another host, another container and, sooner or later, the same host give it to a stranger.
+A PID alone identifies no process: another host, another container and eventually the same host reuse it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_START_TIME = 19  # in /proc/PID/stat, counted from the state behind the command name
+_START_TIME = 19  # field of /proc/PID/stat, counted from the state after the command name
 
 
 def _here() -> dict[str, Any]:
-    """What all processes that can see each other by PID have in common."""
+    """Identifies the set of processes that can see each other by PID."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = str(Path("/proc/self/ns/pid").readlink())
@@ -24,7 +24,7 @@ def _here() -> dict[str, Any]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When the process was started, in clock ticks since boot; None for a process that is gone or a zombie."""
+    """When the process started, in clock ticks since boot; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -33,7 +33,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def identity() -> dict[str, Any]:
-    """Who this process is, for the files that it writes."""
+    """The identity of this process, for the files that it writes."""
     pid = os.getpid()
     return {**_here(), "pid": pid, "start_ticks": _start_ticks(pid)}
 
@@ -44,7 +44,7 @@ def is_near(who: Mapping[str, Any]) -> bool:
 
 
 def live_pid(who: Mapping[str, Any]) -> int | None:
-    """The writer's PID if that very process still runs here, or None: gone, a stranger by now, or out of sight."""
+    """The writer's PID if that same process still runs here; None if it is gone or elsewhere, or its PID was reused."""
     pid, started = who.get("pid"), who.get("start_ticks")
     if not isinstance(pid, int) or started is None or not is_near(who):
         return None

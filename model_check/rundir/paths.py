@@ -24,7 +24,7 @@ def new_path(root: Path | str | None) -> Path:
 
 
 def read_mode(text: str) -> int:
-    """`--run-dir-mode 0750`, as chmod takes it."""
+    """Parses `--run-dir-mode 0750`, as chmod would."""
     try:
         mode = int(text, 8)
     except ValueError:
@@ -54,7 +54,8 @@ class RunDir:
     ) -> RunDir:
         """A new, empty run directory (or an existing one when resuming into it).
 
-        `resume_flag`: how the caller's verb resumes, where it can, for the remedy. `mode`: of a new directory.
+        `resume_flag`: the flag with which the caller's verb resumes, if it can; shown in the remedy. `mode`: of a new
+        directory.
         """
         path = new_path(root)
         try:
@@ -69,7 +70,7 @@ class RunDir:
 
     @staticmethod
     def make_root(path: Path, mode: int) -> None:
-        """Makes the directory itself; one that exists is left as it is."""
+        """Makes the directory itself; an existing one is left unchanged."""
         if path.exists() and not path.is_dir():
             raise RunDirError(f"--run-dir {path} is a file", remedy="name a directory that does not exist yet")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -114,8 +114,8 @@ def kind(event: int, phase: int, op: int = 0, dtype: int = 0) -> int:
 MEMBERS_ONLY = (
     "members only"  # in the detail of a new_group that its members make alone; other ranks know nothing of it
 )
-UNIT = "for "  # begins the detail of a gather that names the module whose parameters it gathers
-TAG = "tag "  # begins the detail of a message whose tag is not 0
+UNIT = "for "  # prefix of a gather's detail, before the module whose parameters it gathers
+TAG = "tag "  # prefix of a message's detail, before a tag other than 0
 REDUCES_BY = "by "  # begins the detail of a collective that reduces by something other than a sum
 FLAG_ASYNC = 1
 FLAG_NATIVE = 2  # started by C++ (DDP's reducer, FSDP), seen through the process group rather than a Python call

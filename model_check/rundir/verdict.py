@@ -68,7 +68,7 @@ def _is_finding(value: Any) -> bool:
 
 @dataclass
 class Verdict:
-    """The first finding is the root cause. `notes`: what of ours failed; left out where empty."""
+    """The first finding is the root cause. `notes`: failures of our own code; left out if empty."""
 
     outcome: Outcome = "running"
     exit_code: int | None = None
@@ -109,7 +109,7 @@ class Verdict:
 
 
 class VerdictFile:
-    """verdict.json of a live run, with room set aside for it: a full disk must not keep a run from saying so."""
+    """verdict.json of a live run, with reserved space: a full disk must not keep a run from reporting just that."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

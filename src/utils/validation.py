@@ -1,4 +1,4 @@
-"""Where the earlier guides import the check of a configuration from."""
+"""The module from which the earlier guides import the configuration check."""
 
 from model_check import validate_config
 

@@ -57,7 +57,7 @@ def test_what_every_rank_would_stop_at_starts_none(shell: Shell, setting: str, w
     assert not done.run_dir.exists(), "no run was begun"
 
 
-# Far beyond any host: 3.1 T parameters.
+# 3.1 T parameters: too large for any host.
 HUGE = ("--preset", "32b", "--set", "model.num_layers=6400", "--set", "system.device=cpu")
 
 

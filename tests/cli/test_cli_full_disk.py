@@ -1,4 +1,4 @@
-"""A disk that fills up while a run lives costs the run our files, and nothing else. The verdict says so."""
+"""A disk that fills up during a run costs the run our files and nothing else. The verdict says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import BIN, TINY, Outcome, Shell
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small disk of its own."""
+    """A small disk just for the test."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True).returncode:
@@ -31,7 +31,7 @@ def fill(folder: Path) -> None:
 
 
 def run_and_fill(shell: Shell, command: list[str], ready: Path, disk: Path) -> Outcome:
-    """Fills the disk once `ready` has something in it; the command goes on to its end."""
+    """Fills the disk once `ready` has something in it; the command runs to its end."""
     files: tuple[IO[str], IO[str]] = ((shell.folder / "out").open("w+"), (shell.folder / "err").open("w+"))
     with files[0] as out, files[1] as err:
         process = subprocess.Popen(command, cwd=shell.folder, env=shell.environment(), stdout=out, stderr=err)

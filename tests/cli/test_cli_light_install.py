@@ -35,7 +35,7 @@ NOT_REQUIRED = {"torch", "numpy", "pydantic", "tokenizers", "pyarrow", "datasets
 
 
 def closure(*names: str) -> set[str]:
-    """The distributions that an install of these brings, themselves included."""
+    """The distributions that installing these brings, including themselves."""
     found: set[str] = set()
     waiting = [canonicalize_name(name) for name in names]
     while waiting:
@@ -58,7 +58,7 @@ def test_the_base_install_adds_at_most_twelve_packages_to_torch() -> None:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that has torch, the base install and nothing else."""
+    """An interpreter with torch, the base install and nothing else."""
     home = tmp_path_factory.mktemp("light")
     venv.create(home, with_pip=False)
     site = next(home.glob("lib/python*/site-packages"))

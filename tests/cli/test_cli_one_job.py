@@ -1,4 +1,4 @@
-"""A run directory belongs to one job at a time: its hosts share it, another job is refused and changes nothing."""
+"""A run directory belongs to one job at a time: its hosts share it; another job is refused and changes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import BIN, ROOT, TINY, Outcome, Shell
 
-# What Lustre without -o flock and NFS without a lock daemon answer; the cache of the data lies on another filesystem.
+# The answer of Lustre without -o flock and NFS without a lock daemon; the data cache is on another filesystem.
 NO_LOCKS = """
 import errno, fcntl, os
 real = fcntl.flock

@@ -1,4 +1,4 @@
-"""What `model-check run` prints at the end of a job, for a person who reads nothing else."""
+"""What `model-check run` prints at the end of a job, for users who read nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "faults" / "scripts"
 
 
 def run(folder: Path, script: Path, *flags: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
-    """The script under the black box, to its end."""
+    """Runs the script under the black box to its end."""
     command = [sys.executable, "-m", "model_check.cli.main", "run", "--nproc", str(nproc)]
     return subprocess.run(
         [*command, "--run-dir", str(folder / "run"), *flags, str(script)],
@@ -65,7 +65,7 @@ def test_a_crash_prints_one_traceback_without_our_frames(tmp_path):
     said = ended.stdout + ended.stderr
     assert said.count("Traceback (most recent call last)") == 1 and "[rank1]: ValueError: bad sample 17" in said
     assert "model_check/observe" not in said
-    # The victims have one line each, with the file that holds the rest.
+    # Each victim has one line, with the file that holds the rest.
     victims = [line for line in ended.stdout.splitlines() if "lost its peer" in line]
     for line in victims:
         log = Path(line.rpartition("(traceback: ")[2].rstrip(")"))

@@ -220,7 +220,7 @@ class Stage:
 def held_up(
     stage: Stage, world: int = 2, *, guilty: int = 1, phase: str | None = None, line: int = 30
 ) -> tuple[list[Actor], Actor]:
-    """Everybody but one rank waits in the step's all_reduce; that one is in `phase`, or in code of its own."""
+    """All ranks but one wait in the step's all_reduce; that one is in `phase`, or in its own code."""
     actors = stage.ranks(world)
     stage.train(6)
     for actor in actors:

@@ -1,4 +1,4 @@
-"""Advice fits its reader: a script has none of our settings, and our trainer has no script to change."""
+"""Advice fits the reader: a script has none of our settings, and our trainer has no script to change."""
 
 from __future__ import annotations
 

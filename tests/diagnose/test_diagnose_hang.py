@@ -526,7 +526,7 @@ def test_a_peer_that_sends_from_a_helper_thread_closes_no_circle(stage):
 
 
 def master_takes_from_anybody(stage, *, sent: int, taken: int):
-    """Two workers send to rank 0 and meet at a barrier; rank 0 is in a receive that names no sender."""
+    """Two workers send to rank 0 and then wait at a barrier; rank 0 is in a receive that names no sender."""
     master, *workers = stage.ranks(3)
     for worker in workers:
         for _ in range(sent):

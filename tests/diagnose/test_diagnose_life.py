@@ -1,4 +1,4 @@
-"""Ranks that write no records and get on all the same: each sign of life with a near miss."""
+"""Ranks that write no records but still make progress: each sign of life, with a near miss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GENERATED = "/tmp/torchinductor_root/qz/cqzhzbz5rhhjxz2f3x4m5n6o7p2q3r4s5t6u7v2w
 
 
 def test_a_rank_that_waits_for_its_compiler_compiles(stage):
-    """Inductor runs the file it has generated, which waits for the processes that compile its kernels."""
+    """Inductor runs a file it has generated, and that file waits for the processes that compile its kernels."""
     _, guilty = held_up(stage)
     wait = (
         (THREADING, 327, "Condition.wait"),
@@ -26,7 +26,7 @@ def test_a_rank_that_waits_for_its_compiler_compiles(stage):
 
 
 def test_code_that_was_compiled_is_not_compiling(stage):
-    """A stack inside a compiled model holds frames of the compiler's package while it runs."""
+    """While a compiled model runs, its stack holds frames from the compiler's package."""
     _, guilty = held_up(stage)
     ran = "/venv/lib/python3.11/site-packages/torch/_dynamo/eval_frame.py"
     look(guilty, ("", 9, "lookup"), (GENERATED, 90, "call"), (ran, 700, "_fn"), ("", 26, "evaluate"))
@@ -35,7 +35,7 @@ def test_code_that_was_compiled_is_not_compiling(stage):
 
 
 def looks(actor, *stacks, state="R", cpu=1.0, **sample):
-    """A burst of looks, each at its own stack, and samples around it."""
+    """A burst of looks, each with its own stack, and samples around it."""
     base = actor.stage.latest + 5.0
     for number, frames in enumerate(stacks):
         actor.stack(base + 0.15 * number, number + 1, actor.thread(*frames, active=cpu > 0))
@@ -72,7 +72,7 @@ def test_the_same_few_lines_again_and_again_are_none(stage):
 
 
 def test_one_long_line_in_a_loop_that_has_an_end_is_life(stage):
-    """Weights that are drawn one after the other, in a function of their own."""
+    """Weights are drawn one by one, in a separate function."""
     stage.source("def draw(weights):\n    for weight in weights:\n        fill(weight)\n" + "\n" * 30)
     _, guilty = held_up(stage, line=33)
     look(guilty, ("", 8, "fill"), ("", 3, "draw"), ("", 33, "train"), state="R", cpu=1.0)

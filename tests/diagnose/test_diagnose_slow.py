@@ -33,7 +33,7 @@ def test_one_slow_step_makes_no_straggler(stage):
 
 
 def burst(stage, *, lines, peer_too: bool = False):
-    """Every fifth step rank 1 stops for 150 ms, in the phase of each line in turn."""
+    """In every fifth step rank 1 stops for 150 ms, in the phase of each line in turn."""
     a, b = stage.ranks(2)
     for step in range(40):
         stops = step % 5 == 4
@@ -73,7 +73,7 @@ def test_a_loader_on_one_rank_only_is_a_straggler(stage):
 
 
 def loads_with_workers(stage, cpu_of_slowest):
-    """Rank 1's batch always comes last; its loader worker computes so much a second, rank 0's half a second."""
+    """Rank 1's batch always comes last. Its loader worker uses `cpu_of_slowest` of a core, rank 0's half a core."""
     a, b = stage.ranks(2)
     for actor in (a, b):
         actor.event("loader_worker", worker_pid=5000 + actor.rank, worker_id=0)
@@ -196,7 +196,7 @@ MIB = 1 << 20
 
 
 def test_memory_that_grows_between_two_steps_is_no_leak(stage):
-    """A compilation, an evaluation: what they take does not grow with the steps."""
+    """A compilation or an evaluation: the memory they take does not grow with the steps."""
     grow(stage, per_second=16 << 20, seconds=40, step_every=100)
     assert stage.findings(after=0.1) == []
 

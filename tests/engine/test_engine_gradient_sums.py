@@ -1,4 +1,4 @@
-"""The gradients of a step with many micro-batches: summed in fp32, whatever the parameters are stored in."""
+"""The gradients of a step with many micro-batches are summed in fp32, whatever the parameters are stored in."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Net(nn.Module):
 
 
 def batches(count: int, seed: int = 1) -> list[torch.Tensor]:
-    """Alike, so that the gradients do not cancel: what a sum loses shows."""
+    """Similar batches, so that gradients do not cancel and lost precision shows."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(4, 16, generator=generator)
     return [(base + 0.05 * torch.randn(4, 16, generator=generator)).to(torch.bfloat16) for _ in range(count)]
 
 
 def exact_sum(micro_batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the gradients as each micro-batch alone has them, in fp64."""
+    """The fp64 sum of the gradients that each micro-batch has on its own."""
     model = Net()
     totals = [torch.zeros(p.shape, dtype=torch.float64) for p in model.parameters()]
     for batch in micro_batches:
@@ -56,7 +56,7 @@ def exact_sum(micro_batches: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def off_by(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """The error of the worst parameter, as a share of its gradient's norm."""
+    """The error of the worst parameter, as a fraction of its gradient's norm."""
     pairs = zip(found, exact, strict=True)
     return max(float((f.double() - e).norm() / e.norm()) for f, e in pairs)
 
@@ -86,7 +86,7 @@ def test_a_sum_over_micro_batches_loses_nothing(count: int) -> None:
 
 
 def test_one_micro_batch_has_no_sum() -> None:
-    """Also after a step that had several: the gradients are what the backward pass left."""
+    """Even after a step that had several, the gradients are what the backward pass left."""
     step = step_of(Net())
     plain = copy.deepcopy(step.model)
     step(batches(4), 0.0)
@@ -99,7 +99,7 @@ def test_one_micro_batch_has_no_sum() -> None:
 
 
 def test_a_step_that_breaks_off_leaves_no_sum_behind() -> None:
-    """Out of memory in the second micro-batch: the step is done again and must not begin with half a sum."""
+    """After running out of memory in the second micro-batch, the repeated step must not begin with half a sum."""
     step, whole = step_of(Net()), step_of(Net())
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         step([batches(1)[0], torch.ones(4, 3, dtype=torch.bfloat16)], 0.0)
@@ -110,7 +110,7 @@ def test_a_step_that_breaks_off_leaves_no_sum_behind() -> None:
 
 @pytest.mark.parametrize("count", [64, 1])
 def test_replicas_exchange_the_fp32_sum(count: int) -> None:
-    """Four ranks; small buckets, so that some hold several parameters and some one."""
+    """Four ranks, with small buckets, so that some hold several parameters and some hold one."""
 
     def work(rank: int) -> dict[str, Any]:
         place = Place(rank, 4)

@@ -68,7 +68,7 @@ class Control:
     script: str = ""
     seconds: float = 60.0
     waits: str = ""  # what the live line must say while the ranks wait
-    may_tell: frozenset[str] = frozenset()  # warnings that are true of it while they stand
+    may_tell: frozenset[str] = frozenset()  # warnings that are correct while shown
     never_says: str = ""
     error_codes: frozenset[str] = frozenset()  # errors that are true of it
     quick: bool = False
@@ -131,11 +131,11 @@ MISMATCHES = (
     hang("ring_wrong_neighbour", "MC218", (2,), nproc=4, severity="error", says=("recv from rank 3",)),
     hang("receive_once_too_often", "MC218", (0,), nproc=3, severity="error", says=("recv", "barrier")),
     hang("receive_alone", "MC218", (1,), nproc=3, says=("recv from rank 2", "all_reduce")),
-    # What DDP waits for in a backward shows in no record of its own: seen, and no proof.
+    # A DDP wait inside backward has no record of its own, so the circle is observed, not proven.
     hang("receive_beside_ddp", "MC218", (1,), nproc=3, severity="warning", says=("recv from rank 0", "all_reduce")),
     hang("barrier_part_of_group", "MC218", (0, 1), nproc=4, severity="warning", says=("barrier", "ranks 0,1,2")),
     hang("groups_other_order", "MC201", (2,), nproc=3, says=("ranks 0,1", "ranks 1,2")),
-    # The minority is the suspect, also where its peers' call stands under a condition that only leaves it out.
+    # The minority is the suspect even if its peers' call is inside a condition that only excludes it.
     hang("skip_by_condition", "MC206", (2,), nproc=3, severity="error", says=("if rank != 2", "all_reduce")),
     hang("skip_one_broadcast", "MC206", (1,), nproc=3, severity="error", says=("broadcast", "all_reduce")),
     hang("skip_by_early_return", "MC206", (0,), nproc=3, severity="error", says=("if rank == 0: return",)),
@@ -283,7 +283,7 @@ NUMERICS = (
     slow("nan_to_the_end", "MC408", (1,), says=("divides by a sum that is 0",)),
     slow("weights_too_large", "MC407", (0, 1), says=("layers",)),
     slow("log_of_zero", "MC401", (1,), says=("log", "Policy")),
-    # Models that cannot be run once more, or come out finite then: what their graph has kept tells the operation.
+    # Models that cannot be run again, or come out finite the second time: their graph shows the operation.
     slow("nan_counting_module", "MC401", (0,), says=("div in the forward of Net", "run once more, it is finite")),
     slow("nan_in_encoder", "MC408", (1,), says=("Encoder",)),
     slow("nan_under_fsdp", "MC401", (1,), says=("div in the forward of Net: it divides by 0",)),
@@ -338,7 +338,7 @@ HEALTHY: tuple[Control, ...] = (
     Control("slow_save_rank0", waits="saving"),
     Control("long_validation_rank0", seconds=90, waits="rank 0 evaluates; 1 rank waits for it"),
     Control("rank0_works_on"),
-    # One long sleep while others wait looks like one without an end, which has to be named within these seconds.
+    # A long sleep while others wait looks like an endless one, which must be reported within these seconds.
     Control("pipeline_stages", nproc=4, may_tell=frozenset({"MC219"})),
     Control("stdin_closed", stdin="closed"),
     Control("threads"),

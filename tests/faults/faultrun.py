@@ -347,7 +347,7 @@ def control_problems(control: Control, seen: Observation, plain: list[str]) -> l
     for what, found in (("error findings", wrong), ("stalls not withdrawn", standing), ("early warnings", trends)):
         if found:
             problems.append(f"{what}: {[(f.get('code'), f.get('ranks'), f.get('title')) for f in found]}")
-    # A warning that is taken back later was still a false alarm to whoever read it.
+    # A warning that is withdrawn later was still a false alarm for its reader.
     shown = {code: title for _, code, title in SHOWN.findall(seen.output)}
     if told := {code: shown[code] for code in shown.keys() - control.may_tell - control.error_codes}:
         problems.append(f"shown while it ran: {told}")

@@ -20,7 +20,7 @@ pytestmark = [
     ),
 ]
 
-# e4m3 keeps 3 bits of mantissa and e5m2 two: a product of two rounded numbers is off by 2 to 3 % in the mean.
+# e4m3 has 3 mantissa bits and e5m2 has 2: a product of two rounded numbers is off by 2 to 3 % on average.
 GRADIENT_ERROR = 0.03
 
 

@@ -33,7 +33,7 @@ def test_a_sum_over_micro_batches_loses_nothing() -> None:
     )
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 4096, (1, 129), generator=generator).to(place.device)
-    # One sample, rolled: gradients that do not cancel show what a sum loses.
+    # One sample, rolled: the gradients do not cancel, so lost precision shows.
     rolled = [tokens.roll(number) for number in range(COUNT)]
     micro_batches = [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), torch.zeros(1)) for t in rolled]
     exact = [torch.zeros(p.shape, dtype=torch.float64, device=place.device) for p in arranged.model.parameters()]

@@ -1,6 +1,6 @@
 """A process that pretends to be a rank: it writes a black box and does what it is told on standard input.
 
-One command a line, one `ok` a command: `step`, `begin PHASE`, `end`, `spin`, `block`, `exit CODE`. No torch.
+One command per line, one `ok` per command: `step`, `begin PHASE`, `end`, `spin`, `block`, `exit CODE`. No torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def spin_for_ever() -> None:
 
 
 def block() -> None:
-    """Stays in state D until the next byte on standard input: the kernel holds a parent while its vfork child runs."""
+    """Stays in state D until the next byte on standard input: the kernel blocks a parent while its vfork child runs."""
     libc = ctypes.CDLL(None)
     libc.fdopen.restype = ctypes.c_void_p
     stack = ctypes.create_string_buffer(1 << 16)

@@ -1,4 +1,4 @@
-"""What a rank leaves behind: children of a clean rank live on, all others end, and no zombie stays."""
+"""What a rank leaves behind: children of a clean rank live on, all others end, and no zombies remain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from model_check.rundir import read_jsonl
 from tests.conftest import BIN, Shell
 from tests.signals import hear_signals
 
-# Starts one child of each kind, as an upload would be, notes their PIDs, and ends as the test wants.
+# Starts one child of each kind, such as an upload, notes their PIDs, and ends as the test wants.
 _LEAVES = """\
 import multiprocessing, os, subprocess, sys, time
 rank = os.environ.get("RANK", "0")
@@ -98,7 +98,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
 
 
 def _words(tmp_path: Path, how: str, code: str) -> list[str]:
-    """Two ranks of this code: started by us, or by a command that starts its ranks itself."""
+    """The command line for two ranks of this code, started by us or by a command that starts its own ranks."""
     (tmp_path / "rank.py").write_text(code)
     (tmp_path / "starts_ranks.py").write_text(_LAUNCHES_ITSELF)
     script = str(tmp_path / "rank.py")
@@ -262,7 +262,7 @@ def test_orphans_of_a_job_do_not_pile_up_as_zombies(tmp_path: Path, run: Callabl
     assert launcher.process.wait(timeout=30) == 0, launcher.said.read_text()
 
 
-# Its workers cannot end by themselves: each waits for room in a pipe that nobody reads any more.
+# Its workers cannot end by themselves: each waits for room in a pipe that nobody reads anymore.
 _LOADER = """\
 import os, time
 import numpy as np

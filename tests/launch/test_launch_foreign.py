@@ -226,7 +226,7 @@ def test_when_the_launcher_goes_no_rank_stays(
     _until(lambda: not job.marked())
 
 
-# Collects every signal until the test, which has seen the first stop signal arrive, opens `go`.
+# Collects every signal until the test has seen the first stop signal arrive and opens `go`.
 _COUNTS = """\
 import os, signal, sys
 rank = os.environ.get("RANK", "0")
@@ -432,7 +432,7 @@ def test_ranks_that_their_launcher_left_behind_are_ended(tmp_path: Path, launch:
 def test_a_pid_in_a_ring_is_not_killed_where_it_names_another_process(
     tmp_path: Path, launch: Callable[..., Launched], stranger: dict[str, Any]
 ) -> None:
-    """A ring that came from elsewhere holds a PID that belongs to somebody else here."""
+    """A ring from another machine holds a PID that belongs to a different process here."""
     bystander = subprocess.Popen(["sleep", "100"])
     code = (
         _RING

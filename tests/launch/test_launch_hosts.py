@@ -123,7 +123,7 @@ def node(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
     ("endpoint", "line"),
     [
         (None, "[model-check] waiting for hosts: 1 of 2 at {}; run the same command on each"),
-        # An address of the documentation's network, which nobody has.
+        # An address reserved for documentation, which no host has.
         ("203.0.113.7:29400", "[model-check] waiting for hosts: nothing answers at {} yet"),
     ],
     ids=["as the first host", "before the first host"],

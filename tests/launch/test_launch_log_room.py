@@ -82,7 +82,7 @@ def test_a_long_log_keeps_its_first_and_its_newest_part(tmp_path: Path) -> None:
     room.look([log])
     room.close()
     text = log.read_bytes()
-    assert len(text) == 100 * len(lines)  # nothing is moved: who reads it at an offset goes on there
+    assert len(text) == 100 * len(lines)  # nothing moves: a reader at an offset can continue
     assert text.startswith("".join(lines[:640]).encode()) and text.endswith("".join(lines[-1200:]).encode())
     assert log.stat().st_blocks * 512 < 1 << 20
 

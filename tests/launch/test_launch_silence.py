@@ -1,4 +1,4 @@
-"""A reader of our words that is gone or stalled changes nothing for the job; nor does a rule that fails."""
+"""A stalled or closed standard error changes nothing for the job; neither does a rule that fails."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_rule_that_fails_is_a_note_and_the_others_still_judge(tmp_path: Path) 
     run_dir = RunDir(tmp_path / "run")
     before = examine(run_dir, live=False)
     with run_dir.events(0).open("a") as events:
-        events.write('{"event": "gradients_differ", "step": 1, "ranks": 5}\n')  # no list: the rule stumbles over it
+        events.write('{"event": "gradients_differ", "step": 1, "ranks": 5}\n')  # not a list: the rule fails on it
     verdict = examine(run_dir, live=False)
     assert [finding.code for finding in verdict.findings] == [finding.code for finding in before.findings] != []
     assert not before.notes and "wrong_gradient_findings" in verdict.notes[0]

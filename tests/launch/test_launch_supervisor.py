@@ -171,7 +171,7 @@ CALM = Finding("MC220", "rank 1 has been compiling for 6 s", severity="info", ra
 
 
 def _wait_while_rank_1(job: Job, phase: str, seconds: float) -> None:
-    """Rank 0 waits, and rank 1 completes one span of this phase after the other."""
+    """Rank 0 waits while rank 1 completes one span of this phase after another."""
     for rank in job.ranks:
         rank.tell("step", "step")
     job.ranks[0].tell("begin collective")
@@ -186,7 +186,7 @@ def test_waiting_for_a_rank_that_works_is_no_stall_and_one_calm_line(make_job: A
     _wait_while_rank_1(job, "forward", 2.0)
     assert "stall" not in job.kinds() and job.shown == []
     assert job.said == ["rank 1 evaluates; 1 rank waits for it"]
-    job.poll_until(lambda: job.shown)  # it works no more
+    job.poll_until(lambda: job.shown)  # rank 1 has stopped working
 
 
 def test_asking_again_and_again_is_no_work(make_job: Any) -> None:

@@ -1,4 +1,4 @@
-"""Our own trainer: replicas that hold different weights are reported, and of two neither is called wrong."""
+"""Our own trainer reports replicas that hold different weights; with only two, it calls neither wrong."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_changed_shape_is_named_before_any_step(copy: Shell) -> None:
 
 
 def test_a_training_on_other_data_is_not_adopted_unasked(copy: Shell) -> None:
-    """Only the shapes are the same: it may be another experiment."""
+    """Only the shapes match: it may be another experiment."""
     done = resume(copy, "--set", "data.samples=300")
     assert done.code == 1 and first_finding(done) == ("MC609", [0, 1])
     named = str(checkpoint(copy, 8))

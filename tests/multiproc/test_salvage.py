@@ -1,4 +1,4 @@
-"""What a failed job leaves of its model: one whole replica, or nothing where each rank holds only a part."""
+"""What a failed job saves of its model: one whole replica, or nothing if each rank holds only a part."""
 
 from __future__ import annotations
 

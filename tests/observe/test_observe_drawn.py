@@ -1,4 +1,4 @@
-"""Which samples of a dataset a batch was made of: told by the batch itself, never guessed from one fetched ahead."""
+"""Which dataset samples a batch was made of: found from the batch itself, never guessed from one fetched ahead."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_tokens_of_well_known_shape_go_wherever_they_are() -> None:
     assert redact_variables({"NOTE": f"mine is {token}"})["NOTE"] == f"mine is {REDACTED}"
 
 
-# What stands around a secret that no variable and no flag names.
+# Texts around a secret that no variable or flag names.
 HOLDERS = [
     "DefaultEndpointsProtocol=https;AccountName=me;AccountKey={};EndpointSuffix=core.windows.net",
     "Endpoint=sb://bus.example/;SharedAccessKeyName=all;SharedAccessKey={}",

@@ -242,7 +242,7 @@ def test_without_an_optimizer_lines_are_noted_for_a_while_only() -> None:
 
 
 def test_a_process_ends_while_lines_are_still_noted() -> None:
-    """A script that ends early does not wait for us."""
+    """A script that ends early does not have to wait for us."""
     script = WITHOUT_AN_OPTIMIZER.replace("0.5", "600").replace("history.ended.wait(20)", "")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "['state'] ['state', 'all']\n"), done.stderr

@@ -60,8 +60,8 @@ def cases_and_rows() -> list[tuple[Any, dict[str, Any]]]:
     spec.loader.exec_module(benchmark)
     rows = json.loads((BENCHMARKS / "results" / "2026-11-15-plan-memory-h200.json").read_text())["rows"]
     named = {case.name: case for case in benchmark.CASES}
-    # fp8 was measured before its output projection ran in fp8; the throughput benchmark has its peaks since (above).
-    # Micro-batches were summed in bf16 then; the sums have their own test below.
+    # These fp8 peaks predate the fp8 output projection; newer ones are from the throughput benchmark (above).
+    # Micro-batches were still summed in bf16 then; the sums have their own test below.
     return [(named[row["case"]], row) for row in rows if not re.search("^fp8|micro-batches", row["case"])]
 
 
@@ -80,7 +80,7 @@ def test_the_plan_meets_what_was_measured(case: Any, row: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(("ranks", "wider"), [(1, 2), (8, 4)])
 def test_several_micro_batches_need_fp32_sums(ranks: int, wider: int) -> None:
-    """One rank holds the sums in place of its bf16 gradients; replicas hold them beside DDP's buckets."""
+    """One rank holds the sums instead of its bf16 gradients; replicas hold them beside DDP's buckets."""
     for at_the_end in (plan_memory, lambda shape, load, layout: plan_state(shape.parameters(), load, layout)):
         one, two = (
             at_the_end(LLAMA, Workload(1, 8192, count, states="bf16"), Layout(replicate=ranks)).moments[-1]

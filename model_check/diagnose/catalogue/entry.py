@@ -13,6 +13,6 @@ class Entry:
     what: str
     why: str
     how_detected: str
-    fix: tuple[str, ...]  # for a script of anybody's: no setting of our trainer
+    fix: tuple[str, ...]  # for any script: must not mention our trainer's settings
     example: str
-    ours: tuple[str, ...] = ()  # what to do with `model-check train`, where that is something else
+    ours: tuple[str, ...] = ()  # what to do under `model-check train`, if that differs

@@ -88,7 +88,7 @@ class Hit:
     own: OwnShare = _UNKNOWN
     brought: Brought | None = None
     mixed: bool = False  # activations were exchanged before it was seen: it may be a peer's
-    inside: Sighting | None = None  # what the graph tells of a model that cannot tell it by another run
+    inside: Sighting | None = None  # what the graph shows, for a model that cannot be run again
     one_of: tuple[Place, ...] = ()  # several backwards went into the gradients, and which one was bad is not known
 
     @property
@@ -106,7 +106,7 @@ class Hit:
         place: Place | None,
         look: Callable[[], Sighting | None] = lambda: None,
     ) -> Hit:
-        """A loss that is not finite. `look`: into the graph behind it, while that has its numbers."""
+        """A non-finite loss. `look` reads the graph behind it, while the graph still holds its numbers."""
         call, replay, why_not = _again(calls, backward=False)
         known = [tensor for output in (call.outputs if call is not None else ()) if (tensor := output()) is not None]
         real = all(finite(tensor) for tensor in known) if known else None
@@ -115,14 +115,14 @@ class Hit:
         sure = outside is not None and outside.made_it
         inside = _looked(look) if not sure and not _found_inside(replay) else None
         if replay is not None and replay.origin is not None and not _made_before(inside, call):
-            inside = None  # what it was given is the data
+            inside = None  # the bad input came from the data
         if inside is not None and inside.call is not None and inside.call is not call:
             again = _again([inside.call], backward=False)
             if _found_inside(again[1]):
                 (call, replay, why_not), inside = again, None
         unknown = real is None and (replay is None or not replay.outputs_finite)
         if not sure and (inside is not None or unknown):
-            outside = None  # the model may have handed it over
+            outside = None  # the number may come from the model
         return cls(
             float(loss),
             "forward",
@@ -164,13 +164,13 @@ class Hit:
 
 
 def _found_inside(replay: Replay | None) -> bool:
-    """The other run shows an operation or a parameter of the module; what it was given, another one may have made."""
+    """Whether the replay found an operation or parameter of this module; a bad input may come from another module."""
     origin = replay.origin if replay is not None else None
     return origin is not None and not (origin.given or "").startswith("input")
 
 
 def _made_before(inside: Sighting | None, call: Call | None) -> bool:
-    """In another place than in this call, from which it came to it."""
+    """Whether the number was made outside this call and then passed into it."""
     return inside is not None and inside.call is not call and inside.made is not None and inside.made.made_it
 
 
@@ -178,7 +178,7 @@ def _looked(look: Callable[[], Sighting | None]) -> Sighting | None:
     with native.by_itself():
         try:
             return look()
-        except Exception:  # a graph of the script's own making: the finding is then made without it
+        except Exception:  # a graph with the script's own operations may raise: do without it
             return None
 
 
@@ -219,7 +219,7 @@ def bad_once_more(calls: Sequence[Call]) -> Call | None:
 def report_of(
     hit: Hit, history: History, *, rate: float, eps: float | None = None, all_read: bool = False
 ) -> dict[str, Any] | None:
-    """The body of the event, with the dataset's own numbers of its bad samples where a loader drew them."""
+    """The body of the event, with the dataset indices of the bad samples if a loader drew them."""
     body = _report(hit, history, rate, eps, all_read)
     if body is None or not body.get("sample_ids") or hit.call is None:
         return body
@@ -361,7 +361,7 @@ def _report_loss_code(hit: Hit, found: LossOperation, history: History, rate: fl
 
 
 def _report_inside(hit: Hit, found: Sighting, history: History, rate: float) -> dict[str, Any]:
-    """Made in the model, or on the way to it, as the graph shows; the module that made it was not run once more."""
+    """For a number made in the model, or before it, according to the graph; the module was not run again."""
     call, made = found.call, found.made
     name = type(call.unwrapped).__name__.removeprefix("FSDP") if call is not None else None
     called = call.line() if call is not None else None

@@ -179,7 +179,7 @@ class BlackBox:
             self.unwritten("events", error)
 
     def unwritten(self, name: str, error: Exception) -> bool:
-        """Notes a file of ours that cannot be written, in the ring, which has its room; True for the first time."""
+        """Notes in the ring, whose space is reserved, that a file of ours cannot be written; True the first time."""
         if name in self._unwritten:
             return False
         self._unwritten[name] = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"[

@@ -1,8 +1,8 @@
-"""Data parallelism that a script writes itself: parameters whose gradients it adds up over a group of ranks.
+"""Data parallelism written by hand: parameters whose gradients the script itself adds up over a group of ranks.
 
-Such parameters are meant to be the same on every rank of the group. Which ones they are is learned from the first
-steps: a gradient is reduced as it is, or all of them in flat buffers. Whatever is not reduced may differ: experts,
-stages, shards, halves of a GAN. A script that makes a step without any exchange lets its ranks differ on purpose.
+Such parameters must be the same on every rank of the group. We learn which they are from the first steps: the script
+reduces each gradient directly, or all of them in flat buffers. Anything it does not reduce may differ: experts, stages,
+shards, halves of a GAN. A script that makes a step without any exchange lets its ranks differ on purpose.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Group = tuple[int, ...]
 
 
 class ByHand:
-    """What one thread of a process exchanges by itself."""
+    """The exchanges that one thread of a process makes by hand."""
 
     def __init__(self) -> None:
         self.off = False
         self._modules: list[weakref.ref[Any]] = []
-        self._shared: dict[Group, set[int]] = {}  # parameters by their id: they live as long as their module
-        self._in_buffers: Counter[Group] = Counter()  # numbers, in this step
+        self._shared: dict[Group, set[int]] = {}  # ids of parameters, which live as long as their module
+        self._in_buffers: Counter[Group] = Counter()  # elements exchanged in flat buffers in this step
         self._exchanged = False
         self._step = 0
 
     def forward_seen(self, module: Any, step: int) -> None:
-        """`step`: those done so far."""
+        """`step`: the number of steps done so far."""
         if step > self._step:
             self.off = self.off or not self._exchanged
             self._step, self._exchanged = step, False
@@ -46,7 +46,7 @@ class ByHand:
             self._modules.append(weakref.ref(module))
 
     def exchange_begins(self, exchange: Exchange) -> None:
-        """After a forward: of gradients, or of something else that is added up."""
+        """An exchange after a forward: of gradients, or of something else that is added up."""
         if self.off or not any(tensor.is_floating_point() for tensor in exchange.given):
             return
         self._exchanged = True
@@ -69,7 +69,7 @@ class ByHand:
         self._shared.setdefault(group, set()).update(map(id, reduced))
 
     def shared(self, module: Any) -> dict[Group, list[tuple[str, Any]]]:
-        """The parameters of a module that all ranks of a group hold alike. A second module's names say so."""
+        """The module's parameters that are equal on all ranks of a group. Names from a second module say so."""
         known = self._known()
         number = next((at for at, one in enumerate(known, start=1) if one is module), 0)
         suffix = f" of module {number}" if number > 1 else ""

@@ -207,12 +207,12 @@ def _detail(recorder: Recorder, call: Call, args: tuple[Any, ...], kwargs: dict[
         unit = _sharded_unit(sys._getframe(3))
         return recorder.intern(f"{UNIT}{unit}") if unit else 0
     tag = _argument(args, kwargs, call.tag)
-    # The table of texts has room for a few tags, not for one that counts steps.
+    # The text table has room for a few tags, not for a tag that counts steps.
     return recorder.intern(f"{TAG}{min(tag, _MOST_TAGS)}") if isinstance(tag, int) and tag > 0 else 0
 
 
 def _sharded_unit(frame: FrameType | None) -> str:
-    """The module whose parameters FSDP2 gathers; its line is that of a forward, which a loop makes for many modules."""
+    """The module whose parameters FSDP2 gathers. Its line is not enough: a loop calls many modules from one line."""
     if frame is None or not str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp"):
         return ""
     for _ in range(_FRAMES_UP):

@@ -1,8 +1,9 @@
 """Keeps torch's compiler out of our code: a script's graphs, numbers and warnings stay as they are without us.
 
-Dynamo looks at every Python frame that runs inside a compiled call, and would compile ours like the script's own. It
-is told to leave each function of ours alone; the script's functions that ours call are still compiled. A wrapper that
-Dynamo meets while it traces is inlined, and calls straight through: it asks `torch.compiler.is_compiling()` first.
+Dynamo looks at every Python frame that runs inside a compiled call, and would compile ours like the script's own. We
+make it skip each of our functions; script functions that ours call are still compiled. If Dynamo meets one of our
+wrappers while tracing, it inlines it, and the wrapper calls straight through: it first checks
+`torch.compiler.is_compiling()`.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from typing import Any
 
 from model_check.observe.instrument.box import BOX
 
-# What runs inside a script. Our own trainer's model is compiled like any other.
+# Our code that runs inside a script. Our own trainer's model is compiled like any other.
 OURS = ("model_check.observe.", "model_check.rundir.")
-_WATCHERS = "model_check.observe.instrument.steps"  # calls into the guard, and never into the script
+_WATCHERS = "model_check.observe.instrument.steps"  # calls the guard, never the script
 _GENERATED = "<string>"  # the methods of dataclasses and named tuples
 _EVAL_FRAME = "torch._dynamo.eval_frame"
 
 
 def patch_eval_frame(module: ModuleType) -> None:
-    """torch._dynamo.eval_frame, right after its import: what is loaded of ours by now."""
+    """Right after torch._dynamo.eval_frame is imported: skips all our modules loaded so far."""
     for name, known in list(sys.modules.items()):
         if name.startswith(OURS):
             _leave_alone(known, module)
 
 
 def imported(module: ModuleType) -> None:
-    """A module of ours that is loaded later."""
+    """Skips a module of ours that is loaded later."""
     eval_frame = sys.modules.get(_EVAL_FRAME)
     if eval_frame is not None:
         _leave_alone(module, eval_frame)
 
 
 def _leave_alone(module: ModuleType, eval_frame: ModuleType) -> None:
-    """A torch that calls it otherwise compiles some of our code, which costs time and no more than that."""
+    """If this torch has another API for it, some of our code is compiled, which only costs time."""
     skip = _skip_all_below(eval_frame) if module.__name__ == _WATCHERS else None
     skip = skip or getattr(eval_frame, "skip_code", None)
     if skip is None:
@@ -49,7 +50,7 @@ def _leave_alone(module: ModuleType, eval_frame: ModuleType) -> None:
 
 
 def _skip_all_below(eval_frame: Any) -> Callable[[CodeType], Any] | None:
-    """Also whatever a function calls, the standard library's code for one. torch 2.6 lacks this."""
+    """Skips also everything a function calls, such as the standard library. torch 2.6 lacks this."""
     if not all(hasattr(eval_frame, name) for name in ("set_code_exec_strategy", "FrameExecStrategy", "FrameAction")):
         return None
     skip = eval_frame.FrameAction.SKIP
@@ -57,9 +58,9 @@ def _skip_all_below(eval_frame: Any) -> Callable[[CodeType], Any] | None:
 
 
 def _code_in(values: Any, module: str) -> Iterator[CodeType]:
-    """Of functions, of methods (generated ones too), and of the functions inside them.
+    """Code of functions, of methods (including generated ones), and of functions nested in them.
 
-    A decorator of somebody else's shares its code with functions that are not ours: only what it wraps counts.
+    A third-party decorator shares its code with functions that are not ours, so only the function it wraps counts.
     """
     for value in list(values):
         if isinstance(value, type) and value.__module__ == module:

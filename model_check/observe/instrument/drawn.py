@@ -1,7 +1,7 @@
-"""Which samples of its dataset a batch was made of: the index lists of the newest batches, as the loader drew them.
+"""Which dataset samples a batch was made of: the index lists of the newest batches, as the loader drew them.
 
-Only numbers are kept, and weak references to tell a batch by. A framework may fetch a batch ahead of the one in use, so
-the newest one counts only where the script's own code asked for it.
+Keeps only numbers, and weak references that identify a batch. A framework may fetch a batch ahead of the one in use, so
+the newest batch counts only if the script's own code asked for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from model_check.observe.instrument.box import BOX
 
 _KEPT = 4  # batches
-_QUEUE = "_model_check_drawn"  # of a loader's iterator: what was drawn and has not been handed out
+_QUEUE = "_model_check_drawn"  # attribute of a loader's iterator: index lists drawn but not handed out yet
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ RECENT: deque[Drawn] = deque(maxlen=_KEPT)
 
 
 def watch(base: Any) -> None:
-    """Of torch's `_BaseDataLoaderIter`: remembers each index list when it is drawn."""
+    """Patches torch's `_BaseDataLoaderIter` to remember each index list when it is drawn."""
     original = base._next_index
 
     def next_index(self: Any) -> Any:
         index = original(self)
         if type(index) is list and getattr(self, "_in_order", True):
             queue = self.__dict__.get(_QUEUE)
-            if queue is None or queue[0] is not self._sampler_iter:  # a new epoch of one that keeps its workers
+            if queue is None or queue[0] is not self._sampler_iter:  # a new epoch of a loader with persistent workers
                 queue = self.__dict__[_QUEUE] = (self._sampler_iter, deque())
             queue[1].append(index)
         return index
@@ -50,20 +50,20 @@ def watch(base: Any) -> None:
 
 
 def handed_out(loader: Any, batch: Any) -> None:
-    """In the order in which they were drawn; of a batch that failed too (None)."""
+    """Called for each batch in the order drawn, also for one that failed (None)."""
     queue = loader.__dict__.get(_QUEUE)
     if queue is None or not queue[1]:
         return
     indices = queue[1].popleft()
     if batch is not None and indices and type(indices[0]) is int:
-        from model_check.observe.instrument.readings import tensors_in  # torch is whole by now
+        from model_check.observe.instrument.readings import tensors_in  # torch is fully imported by now
 
         tensors = tuple(weakref.ref(tensor) for tensor in tensors_in(batch))
         RECENT.append(Drawn(indices, tensors, _asked_by_script(sys._getframe(1))))
 
 
 def _asked_by_script(frame: FrameType | None) -> bool:
-    """Past our own frames and torch's decorators; a progress bar fetches nothing ahead."""
+    """Ignores our own frames, torch's decorators and progress bars, which fetch nothing ahead."""
     while frame is not None:
         file = frame.f_code.co_filename
         if BOX.code.shown(file) is not None:
@@ -75,7 +75,7 @@ def _asked_by_script(frame: FrameType | None) -> bool:
 
 
 def indices_of(drawn: Sequence[Drawn], given: Sequence[Any], size: int) -> Sequence[int] | None:
-    """The dataset's numbers of a batch: of the one that holds a tensor that was given, else of the newest."""
+    """The dataset indices of the batch that holds one of the `given` tensors, else of the newest batch."""
     for batch in reversed(drawn):
         known = [tensor for reference in batch.tensors if (tensor := reference()) is not None]
         if any(tensor is one for tensor in known for one in given) and len(batch.indices) == size:

@@ -31,7 +31,7 @@ _MAX_PER_LINE = 3
 _MAX_MESSAGE = 4000
 _MOST_PARTS = 8
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)  # since Python 3.11
-_OUR_FOLDER = __file__.rpartition("instrument")[0]  # as the code of our frames spells it
+_OUR_FOLDER = __file__.rpartition("instrument")[0]  # spelled as in our frames' co_filename
 # Control flow, not faults.
 _ORDINARY = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt, ImportError)
 
@@ -67,10 +67,10 @@ def summarize(error: BaseException) -> dict[str, Any]:
 
 
 def hide_our_frames(error: BaseException | None) -> None:
-    """Takes our wrappers out of the traceback that is about to be printed, and of those behind it.
+    """Removes our wrappers from the traceback that is about to be printed, and from its chained tracebacks.
 
-    They stand between any two modules that call each other, and say nothing about the script. What we raise ourselves
-    keeps its last frame.
+    They appear between any two modules that call each other, and say nothing about the script. An exception that we
+    raise ourselves keeps its last frame.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -183,7 +183,7 @@ NOTES = Notes()
 
 
 def _is_our_log(stream: TextIO) -> bool:
-    """Whether a stream is the log that the launcher opened for this rank, and no file or terminal of the user's."""
+    """Whether a stream is the log that the launcher opened for this rank, not a user's file or terminal."""
     try:
         return "/model_check_logs_" in str(Path(f"/proc/self/fd/{stream.fileno()}").readlink())
     except (OSError, ValueError, AttributeError):
@@ -209,7 +209,7 @@ def listen_to(stream: TextIO | None, interpreter_says: Callable[[str], None] | N
         try:
             return write(text)
         except OSError as error:
-            # The script did not choose this file: what its full disk does not take is dropped.
+            # The script did not choose this file, so output that its full disk rejects is dropped.
             if into_our_log and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return len(text)
             raise

@@ -1,8 +1,8 @@
-"""The operation inside a model that made the first bad number, by what the graph behind the loss has kept.
+"""Finds the operation inside a model that made the first bad number, from the numbers saved in the graph of the loss.
 
-For a pass that cannot be run once more, or comes out finite then: a module that counts its own calls, one whose
-parameters are sharded, one that changes its input in place. Nothing is computed and nobody takes part; the numbers are
-there until the backward has run.
+For a pass that cannot be run again, or comes out finite the second time: the module counts its own calls, its
+parameters are sharded, or it changes its input in place. Nothing is computed and no peer is involved. The numbers are
+there until the backward pass has run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _MADE_IN_PLACE = ("Div", "Sqrt", "Log", "Pow", "Reciprocal")
 class Sighting:
     """Where the first bad number was made."""
 
-    call: Call | None  # the forward that made it; None: code of the script's own between two modules
-    made: LossOperation | None = None  # None: which operation is not known
+    call: Call | None  # the forward that made it; None: the script's own code between two modules
+    made: LossOperation | None = None  # None: the operation is unknown
     given: str = ""  # a parameter that was bad before the pass began
 
 
 def first_made(root: Any, calls: Sequence[Call]) -> Sighting | None:
-    """None where nothing is known, or where the loss code behind all modules made it."""
+    """None if nothing is known, or if the loss code after all modules made it."""
     for call in calls:
         if name := _bad_parameter(call):
             return Sighting(call, given=f"parameter {name}")
@@ -68,7 +68,7 @@ def _bad_parameter(call: Call) -> str:
 
 
 def _stumbles(nodes: Iterable[Any]) -> tuple[list[tuple[Any, str]], Any]:
-    """Operations that can have made a bad number, in their order, and the first that was given one."""
+    """Operations that may have made a bad number, in order, and the first operation that was given one."""
     found: list[tuple[Any, str]] = []
     last = time.monotonic() + _MOST_SECONDS
     for node in nodes:
@@ -100,7 +100,7 @@ def _placed(node: Any, note: str, calls: Sequence[Call]) -> Sighting | None:
     later = next((other for other in calls if other.nodes.start > number_of(node)), None)
     site = later.line() if later is not None else None
     if site is None:
-        return None  # the loss code, which is looked at for itself
+        return None  # it is in the loss code, which is examined separately
     file, line, function = site
     path = BOX.code.path_of(file)
     place = Place(file, line, function, path, last=sys.maxsize) if path is not None else None
@@ -108,7 +108,7 @@ def _placed(node: Any, note: str, calls: Sequence[Call]) -> Sighting | None:
 
 
 def _in_forwards(call: Call, kind: str, note: str, *, made_it: bool = True) -> LossOperation:
-    """The line of an operation in the forwards of the model's own classes, where only one holds it."""
+    """The operation with its line in the forwards of the model's classes, if only one line contains it."""
     found = [(place, line) for place in _forwards(call) for line in lines_with(kind, place)]
     if len(found) != 1:
         return LossOperation(kind, made_it=made_it, note=note)
@@ -117,7 +117,7 @@ def _in_forwards(call: Call, kind: str, note: str, *, made_it: bool = True) -> L
 
 
 def _written_in_place(call: Call) -> LossOperation | None:
-    """Of a forward that changes what it was given: no graph has that operation, and its source may hold only one."""
+    """For a forward that changes its input: the graph lacks that operation, but the source may contain only one."""
     if not call.changed_its_input:
         return None
     found = [(kind, place, n) for place in _forwards(call) for kind in _MADE_IN_PLACE for n in lines_with(kind, place)]
@@ -128,7 +128,7 @@ def _written_in_place(call: Call) -> LossOperation | None:
 
 
 def _forwards(call: Call) -> Iterator[Place]:
-    """The forward of each class of the user's that the model is made of."""
+    """The forward of each user class in the model."""
     codes = {getattr(type(module).forward, "__code__", None) for module in call.unwrapped.modules()}
     for code in codes:
         shown = BOX.code.shown(code.co_filename) if code is not None else None

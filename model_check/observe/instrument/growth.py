@@ -1,6 +1,7 @@
-"""What grows in a rank whose memory does: two counts of its containers, seconds apart, and the line that fills one.
+"""Finds what grows in a rank whose memory grows: counts its containers twice, seconds apart, and finds the line that
+fills the one that grew.
 
-Nothing is held on to between the counts but numbers, nothing is collected, and a count that takes long is the last one.
+Between the counts it keeps only numbers. It never runs the garbage collector, and after a slow count it stops.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import Any
 
 from model_check.observe.instrument.box import BOX
 
-_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # exactly: no code of the script runs
+_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # exact types: no code of the script runs
 _LEAST_ITEMS = 16
 _LEAST_GROWTH = 5
 _LEAST_SHARE = 0.01  # of the resident memory, between two marks
 _APART_S = 8.0
 _MOST_OBJECTS = 3_000_000
-_LONGEST_S = 1.0  # of a count in a process with a million objects
+_LONGEST_S = 1.0  # a count this slow is the last
 _MOST_EVENTS = 3
-_GRAPH_BYTES = 1 << 16  # what a graph behind a tensor holds at least, for comparison only
+_GRAPH_BYTES = 1 << 16  # minimum size assumed for a tensor's graph, for comparison only
 _FILLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault", "put"})
 
 
@@ -37,7 +38,7 @@ class _State:
 
 
 def look(resident: int) -> None:
-    """At each mark of the resident memory: counts where it grows, and tells what has grown since the last count."""
+    """Called with each resident-memory reading: counts if it has grown, and reports growth since the last count."""
     before, _State.last_rss = _State.last_rss, resident
     if _State.events >= _MOST_EVENTS or not before or resident < before * (1 + _LEAST_SHARE):
         return
@@ -53,7 +54,7 @@ def look(resident: int) -> None:
 
 
 def _living() -> Iterator[Any]:
-    """Containers that the collector knows, and those with a name: it does not follow a dict of plain numbers."""
+    """Containers that the garbage collector tracks, and named ones: it does not track a dict of plain numbers."""
     objects = gc.get_objects()
     if len(objects) > _MOST_OBJECTS:
         return
@@ -66,7 +67,7 @@ def _sizes() -> dict[int, int]:
 
 
 def _named(objects: list[Any]) -> Iterator[tuple[str, str, Any]]:
-    """(name, file, value): the script's globals, the variables of its functions at work, attributes of its objects."""
+    """(name, file, value): the script's globals, locals of its running functions, attributes of its objects."""
     modules = [m for m in list(sys.modules.values()) if type(m) is ModuleType and getattr(m, "__file__", None)]
     for module in modules:
         if BOX.code.shown(str(module.__file__)) is not None:
@@ -118,7 +119,7 @@ def _newest(container: Any) -> Any:
         if isinstance(container, dict):
             return container[next(reversed(container))]
         return next(iter(container)) if isinstance(container, set) else container[-1]
-    except (RuntimeError, StopIteration, IndexError, KeyError):  # another thread is at it
+    except (RuntimeError, StopIteration, IndexError, KeyError):  # another thread is changing it
         return None
 
 
@@ -153,7 +154,7 @@ def _described(value: Any, depth: int = 0) -> str:
 
 
 def _filling_line(file: str, name: str) -> int:
-    """The line that puts something into a container of this name, if its file has only one."""
+    """The line that adds to a container of this name, if its file has only one such line."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):

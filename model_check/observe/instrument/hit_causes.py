@@ -1,4 +1,4 @@
-"""The cause behind a hit of the guard: by the rules of our own trainer, and by what only a script shows."""
+"""The cause behind a guard hit: our own trainer's rules first, then rules that apply only to scripts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from model_check.observe.instrument.blame import Hit
 
 _OUTLIER = 100.0
-_LOST_GAIN = 1000.0  # no model that learns has weights which enlarge so much; a wide embedding may reach 100
+_LOST_GAIN = 1000.0  # no model that learns has weights with such a gain; a wide embedding may reach 100
 
 
 def judged(hit: Hit, origin: Origin | None, history: History, samples: list[int] | None, step_rate: float) -> Cause:
-    """By the same rules as a step of our own trainer; what only a script shows comes after them."""
+    """Applies the same rules as for our own trainer, then the rules that apply only to scripts."""
     call = hit.call
     usable = call is not None and not hit.why_not
     found = judge_cause(
@@ -30,7 +30,7 @@ def judged(hit: Hit, origin: Origin | None, history: History, samples: list[int]
             steps_done=history.steps,
             rate=step_rate,
             before=tuple(history.before),
-            weight_size=None,  # what a rate does to a weight depends on the script's optimizer
+            weight_size=None,  # the effect of a learning rate on a weight depends on the script's optimizer
             widest_gain=_widest_gain(call) if call is not None and history.steps == 0 else None,
             bad_samples=samples,
             batch_samples=batch_size(call) if call is not None and usable else 0,
@@ -45,9 +45,9 @@ def judged(hit: Hit, origin: Origin | None, history: History, samples: list[int]
     if found.code in ("MC401", "MC406") and (jump := history.rate_jump()) is not None:
         jumped = f"observed: the learning rate went from {jump[0]:g} to {jump[1]:g}, and the loss left its level"
         return Cause("MC405", (jumped, f"observed: losses {history.shown()}", *found.evidence))
-    # Of numbers that have grown without end the derivative overflows before the loss does: that is no pole.
+    # When numbers grow without bound, the derivative overflows before the loss does: that is not a pole.
     if found.code in ("MC401", "MC402"):
-        loss = math.nan if hit.late else hit.loss  # of a late one the loss is among those before
+        loss = math.nan if hit.late else hit.loss  # the history already holds the loss of a late hit
         if history.diverges_from_the_start(loss):
             grew = f"observed: the loss grew with every update since the first: {history.shown(loss)}"
             return Cause("MC405", (grew, f"observed: learning rate {step_rate:g}", *found.evidence))
@@ -57,7 +57,7 @@ def judged(hit: Hit, origin: Origin | None, history: History, samples: list[int]
 
 
 def _enlarged_by_one_update(hit: Hit, history: History) -> str:
-    """Behind a model that normalises, the loss shows nothing of weights that one update has made enormous."""
+    """If the model normalises, the loss does not show that one update has made weights enormous."""
     if hit.call is None or not history.steps:
         return ""
     widest = _widest_gain(hit.call)
@@ -69,7 +69,7 @@ def _enlarged_by_one_update(hit: Hit, history: History) -> str:
 
 
 def _made_by_the_rate(hit: Hit, history: History, rate: float) -> tuple[str, ...]:
-    """What shows that the updates, and not the format, are why a number is too large for float16."""
+    """Evidence that the updates, not the format, made a number too large for float16."""
     if history.diverges_from_the_start():
         grew = f"observed: the loss grew with every update since the first: {history.shown()}"
         return grew, f"observed: learning rate {rate:g}", TOO_FAST
@@ -77,7 +77,7 @@ def _made_by_the_rate(hit: Hit, history: History, rate: float) -> tuple[str, ...
     if hit.call is None or widest is None or widest[1] < GAIN:
         return ()
     size = _deviation(hit.call, widest[0])
-    # An optimizer like Adam moves each weight by about the rate: fewer updates cannot have made it so large.
+    # An optimizer like Adam moves each weight by about the learning rate: fewer updates cannot have made it so large.
     if not rate * history.steps >= RATE_SHARE * size:
         return ()
     return _enlarges(history, rate, *widest, size), TOO_FAST
@@ -94,7 +94,7 @@ def _deviation(call: Call, parameter: str) -> float:
 
 
 def _widest_gain(call: Call) -> tuple[str, float] | None:
-    """The parameter that enlarges what passes through it most, and by how much. One in shards would ask all ranks."""
+    """The parameter with the largest gain, and the gain. Skips sharded parameters, which would involve all ranks."""
     gains = [
         (name, float(parameter.detach().float().std()) * math.sqrt(parameter[0].numel()))
         for name, parameter in call.unwrapped.named_parameters()
@@ -105,7 +105,7 @@ def _widest_gain(call: Call) -> tuple[str, float] | None:
 
 
 def odd(call: Call, samples: list[int]) -> bool:
-    """These samples hold numbers that are not finite, or far outside those of the others: the data is to blame."""
+    """Whether these samples hold numbers that are not finite or far outside the others: the data is to blame."""
     args, kwargs = call.given()
     for tensor in tensors_in(args, kwargs):
         if not checkable(tensor) or not tensor.dim() or not 0 < len(samples) < tensor.shape[0]:

@@ -80,7 +80,7 @@ class Call:
     wrapper: Any = None  # as whose forward the training step is run that made this call
     outputs: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
     changed_its_input: bool = False  # in place, by its own forward
-    drawn: tuple[Drawn, ...] = ()  # the newest batches of loaders when it began
+    drawn: tuple[Drawn, ...] = ()  # the loaders' newest batches when it began
 
     @property
     def unwrapped(self) -> Any:

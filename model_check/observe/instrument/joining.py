@@ -58,7 +58,7 @@ def _announced_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
 
 
 def _announced_store(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Where the members of this group meet: the port or the file of the store, the same for all of them."""
+    """Where the members of this group meet: the port or file of the store, which is the same for all of them."""
     store = args[5] if len(args) > 5 else kwargs.get("store")
     if store is not None:
         return str(store.port) if isinstance(store, torch.distributed.TCPStore) else type(store).__name__
@@ -70,11 +70,11 @@ def _announced_store(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _may_become(rank: int, world_size: int | None, store: str) -> bool:
-    """Whether this process is the job's rank, and not a helper whose own process group has a rank of that number.
+    """Whether this process is the job's rank, not a helper whose own process group has a rank with that number.
 
-    A live process that has joined or begun to train keeps its rank, and a process group of another size or store is
-    not the job's. A rank that has done neither may be a launcher (mp.spawn, a wrapper): it gives its place to a member
-    of a larger group, or of the group that it was told to join itself.
+    A live process that has joined or begun to train keeps its rank, and a process group with another size or store is
+    not the job's. A rank that has done neither may be a launcher (mp.spawn, a wrapper): it gives up its place to a
+    member of a larger group, or of the group that it was meant to join itself.
     """
     run_dir = BOX.run_dir
     if run_dir is None:

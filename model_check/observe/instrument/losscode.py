@@ -108,7 +108,7 @@ class Operation:
         return ""
 
     def divides_by_a_goodnumber_of(self) -> bool:
-        """Frameworks divide each loss by the number of batches that they add up: that makes no NaN."""
+        """Frameworks divide each loss by the number of batches they accumulate: that makes no NaN."""
         below = self.kept().get("_saved_other", self.plain.get("_saved_other"))
         if self.kind != "Div" or below is None:
             return False
@@ -266,12 +266,12 @@ def _can_fail(node: Any) -> bool:
 
 
 def _in_memory(tensor: torch.Tensor) -> bool:
-    """FSDP frees the memory of a gathered parameter and leaves the tensor: reading it would be a segmentation fault."""
+    """FSDP frees the memory of a gathered parameter but leaves the tensor; reading it would be a segmentation fault."""
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
 def number_of(node: Any) -> int:
-    """By which the nodes of a thread's graph are counted as they are made."""
+    """The sequence number of a node: a thread numbers its graph's nodes as it makes them."""
     return int(node._sequence_nr())
 
 

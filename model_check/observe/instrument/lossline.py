@@ -111,7 +111,7 @@ def located(kind: str, place: Place | None, *, note: str = "", made_it: bool = F
 
 
 def lines_with(kind: str, place: Place) -> list[int]:
-    """The lines of the place's function whose text holds that operation."""
+    """The lines of the place's function that contain that operation."""
     return [number for number, words in _words_by_line(place) if words & _wanted(kind)]
 
 
@@ -153,7 +153,7 @@ def _words_by_line(place: Place) -> list[tuple[int, set[str]]]:
     for node in ast.walk(holds[-1] if holds else tree):
         if isinstance(node, (ast.BinOp, ast.AugAssign)) and (word := _OPERATORS.get(type(node.op))):
             by = node.right if isinstance(node, ast.BinOp) else node.value
-            if word in ("div", "pow") or not isinstance(by, ast.Constant):  # `calls += 1` is no part of a loss
+            if word in ("div", "pow") or not isinstance(by, ast.Constant):  # `calls += 1` is not part of a loss
                 words.setdefault(node.lineno, set()).add(word)
         elif isinstance(node, ast.Call) and not _is_told_in_words(node):
             name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)

@@ -36,5 +36,5 @@ def mark_now_and_then() -> None:
         if BOX.recorder is not None:
             try:
                 growth.look(resident_bytes())
-            except Exception as error:  # objects of the script's may do anything when they are asked
+            except Exception as error:  # the script's objects may do anything when inspected
                 BOX.event("growth_failed", error=f"{type(error).__name__}: {error}")

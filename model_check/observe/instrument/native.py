@@ -179,7 +179,7 @@ def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any],
     exchanges, overlaps_at = tensor_at is not None, operator.overlaps
     redispatch = target._handle.redispatch_boxed  # what `target.redispatch` calls, without a frame of its own
 
-    # No context manager here: Dynamo would compile contextlib's code for it, inside a compiled call.
+    # No context manager here: inside a compiled call Dynamo would compile contextlib's code for it.
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if _Registered.lone is not None and _Registered.lone.includes_this_thread():
             _Registered.lone.stop()

@@ -15,7 +15,7 @@ from model_check.observe.recorder import Recorder
 
 # A loop that calls a tiny network thousands of times a step would feel the records, and fill the ring with them.
 FORWARDS_PER_STEP = 64
-BEYOND_THEM_EVERY_S = 0.5  # an evaluation of a thousand forwards is still seen to get on
+BEYOND_THEM_EVERY_S = 0.5  # so that an evaluation of a thousand forwards still shows progress
 
 
 class Now:
@@ -39,7 +39,7 @@ class Now:
         self.wrapper: Any = None  # the module that is called, while a framework runs a method of its own in there
         self.backward = backward
         self.forwards_left = FORWARDS_PER_STEP
-        self.next_forward_at = 0.0  # seconds of the monotonic clock: beyond those, no record before this
+        self.next_forward_at = 0.0  # monotonic seconds: once no forwards are left, no record before this time
         self.optimizer: tuple[Recorder, int] | None = None
         self.optimizer_calls_another = False  # its step has called that of its base class, or of another optimizer
         self.steps: Any = None  # who watches the numbers of its steps, once somebody does
@@ -98,9 +98,9 @@ def forget_after_fork() -> None:
 
 
 class SavedHooks:
-    """Whether the script gives autograd hooks for what it saves, as activation checkpointing does.
+    """Whether the script installs autograd hooks for saved tensors, as activation checkpointing does.
 
-    Reading a saved number would then run the model's forward again, its side effects included.
+    Reading a saved number would then run the model's forward again, including its side effects.
     """
 
     used = False

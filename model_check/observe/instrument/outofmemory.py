@@ -34,7 +34,7 @@ _HOST_MESSAGE = re.compile(r"std::bad_alloc|DefaultCPUAllocator|can't allocate m
 
 
 NOTED_STEPS = 3
-NOTED_S = 300.0  # where no optimizer of torch's makes a step
+NOTED_S = 300.0  # limit if no torch optimizer ever steps
 
 
 class _Captured:
@@ -73,9 +73,9 @@ def _watch_allocator() -> None:
 
 
 def _note_lines(memory: Any, after_each_step: Callable[..., Any], seconds: float = NOTED_S) -> None:
-    """Of blocks in use and of Python's frames only, until NOTED_STEPS steps are done or `seconds` have passed.
+    """Notes only Python frames, only of blocks in use, until NOTED_STEPS steps are done or `seconds` have passed.
 
-    A script may never step an optimizer of torch's: it generates, or has an optimizer of its own.
+    A script may never step a torch optimizer: it only generates, or has its own optimizer.
     A script that records the history for itself, now or later, keeps what it asked for.
     """
     import torch

@@ -1,9 +1,9 @@
 """Silent faults of replicas: parameters that drift apart, and ranks that are all given the same batch.
 
-Ranks that hold the same parameters write down sums over their bits, a few parameters at a time and the same ones at the
-same step everywhere; the first steps' inputs likewise. Nothing is compared here: whoever reads the run directory does
-that. Parameters are the same under DistributedDataParallel, and where the script itself adds up their gradients over a
-group (`by_hand`). All others are left alone: their ranks may differ.
+Ranks that hold the same parameters record sums over their bits, a few parameters at a time and the same ones at the
+same step everywhere; likewise for the inputs of the first steps. Nothing is compared here: readers of the run directory
+do that. Parameters should be equal under DistributedDataParallel, and where the script itself adds up their gradients
+over a group (`by_hand`). All others are left alone, since they may differ between ranks.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Copies:
 
 
 def whole_ones(named: Iterable[tuple[str, Any]]) -> list[tuple[str, torch.Tensor]]:
-    """Without shards, whose ranks differ rightly."""
+    """Leaves out shards, which are meant to differ between ranks."""
     plain = [(name, local(parameter)) for name, parameter in named if not hasattr(parameter, "_local_tensor")]
     return [(name, tensor) for name, tensor in plain if tensor is not None and tensor.numel()]
 
@@ -157,7 +157,7 @@ class Replicas:
         return copies
 
     def note_parameters(self, module: Any, step: int, first: int = 0) -> None:
-        """Writes down the bits of the parameters whose turn it is; at the first check, the head of each."""
+        """Records the bits of the parameters whose turn it is; at the first check, the head of each parameter."""
         for copies in self._of(module):
             if len(copies.group) < 2 or not copies.parameters or step == copies.hashed_step:
                 continue

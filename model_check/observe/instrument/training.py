@@ -97,7 +97,7 @@ def _during_backward(original: Original) -> Original:
 
 
 def _handing_out(original: Original) -> Original:
-    """The same function; which samples it hands out is remembered."""
+    """Wraps the function to remember which samples it hands out."""
 
     @functools.wraps(original)
     def call(self: Any) -> Any:
@@ -194,7 +194,7 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
 
 
 def _one_of_many(original: Original, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Beyond the forwards that a step may record: a mark now and then, after one of them has returned."""
+    """For forwards beyond the number that a step may record: an occasional mark, after a forward has returned."""
     result = original(module, *args, **kwargs)
     now_s = time.monotonic()
     if now_s >= HERE.now.next_forward_at and (recorder := BOX.recorder) is not None:
@@ -241,7 +241,7 @@ def patch_autograd(module: Any) -> None:
 
 
 def patch_saved_hooks(module: Any) -> None:
-    """torch.autograd.graph: whether reading what a graph has saved would run the script's code."""
+    """Patches torch.autograd.graph to learn whether reading saved tensors would run the script's code."""
     original = module.saved_tensors_hooks.__enter__
 
     @functools.wraps(original)

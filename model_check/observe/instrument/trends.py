@@ -38,7 +38,7 @@ class Trends:
 
     def _looking(self) -> bool:
         step = self._step()
-        # Half as often each time the job has doubled in length: a look is kilobytes, and a day has a million steps.
+        # Half as often each time the job's length doubles: a look takes kilobytes, and a day has a million steps.
         every = _LOOK_EVERY << (step // (100 * _LOOK_EVERY)).bit_length()
         return step > 0 and step % every == 0
 

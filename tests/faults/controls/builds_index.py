@@ -1,4 +1,4 @@
-"""Datasets that build an index when they are first asked: in a loader worker, then in the rank itself, then slowly."""
+"""Datasets that build an index on first use: in a loader worker, then in the rank itself, then slowly."""
 
 import os
 import time

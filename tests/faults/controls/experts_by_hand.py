@@ -1,4 +1,4 @@
-"""A trunk whose gradients are added up by hand, an expert of its own on every rank, a model of its own shape."""
+"""A trunk whose gradients are summed by hand; every rank has its own expert and a model with its own shape."""
 
 import time
 

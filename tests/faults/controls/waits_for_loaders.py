@@ -1,4 +1,4 @@
-"""Equal ranks with equal loaders, slower than a step. One loader began first and stays ahead by what it prefetched."""
+"""Equal ranks with equal loaders, slower than a step. One loader started first; its prefetching keeps it ahead."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""DDP over four; ranks 0 and 1 meet at a barrier of a group of 0, 1 and 2 that rank 2 does not enter."""
+"""DDP over four ranks; ranks 0 and 1 wait at a barrier for the group of 0, 1 and 2, which rank 2 does not enter."""
 
 import torch
 import torch.distributed as dist

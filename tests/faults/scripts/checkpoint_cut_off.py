@@ -1,4 +1,4 @@
-"""Rank 0 resumes from a checkpoint that a kill in its save has cut off; the others wait for its weights."""
+"""Rank 0 resumes from a checkpoint truncated by a kill during its save; the others wait for its weights."""
 
 import os
 import tempfile

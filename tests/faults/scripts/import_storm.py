@@ -1,4 +1,4 @@
-"""Four ranks import a package at once that takes nine seconds, however fast the machine is."""
+"""Four ranks import a package at the same time; it takes nine seconds, however fast the machine is."""
 
 import sys
 import tempfile

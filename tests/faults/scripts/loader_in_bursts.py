@@ -1,4 +1,4 @@
-"""Manual all_reduce; rank 2 stops for 150 ms every eighth batch in its dataset."""
+"""Manual all_reduce; rank 2's dataset stops for 150 ms at every eighth batch."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A module counts its own calls and divides 0 by 0 in one of them: run once more, it is finite."""
+"""A module counts its own calls and divides 0 by 0 in one of them; run again, it is finite."""
 
 import torch
 import torch.distributed as dist

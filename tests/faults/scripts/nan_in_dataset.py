@@ -1,4 +1,4 @@
-"""One sample of a dataset holds a NaN; loader workers fetch it, in an order of the sampler's own."""
+"""One sample of a dataset holds a NaN; loader workers fetch it in the sampler's order."""
 
 import torch
 import torch.distributed as dist

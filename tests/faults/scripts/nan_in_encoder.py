@@ -1,4 +1,4 @@
-"""An encoder and a head that are called apart: the encoder averages over no token at all."""
+"""An encoder and a head that are called separately; the encoder averages over zero tokens."""
 
 import torch
 import torch.distributed as dist

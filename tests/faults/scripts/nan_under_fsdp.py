@@ -1,4 +1,4 @@
-"""A sharded model divides by a mask with a zero in it: no rank could run it once more alone."""
+"""A sharded model divides by a mask that contains a zero; no rank could run it again on its own."""
 
 import torch
 import torch.distributed as dist

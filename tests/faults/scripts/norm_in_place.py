@@ -1,4 +1,4 @@
-"""A forward normalises its input in place; a sample without any spread becomes 0/0, not a bad sample of the data."""
+"""A forward normalises its input in place; a constant sample becomes 0/0, but the data is not to blame."""
 
 import torch
 import torch.distributed as dist

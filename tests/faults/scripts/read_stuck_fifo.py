@@ -1,4 +1,4 @@
-"""A rank opens a named pipe for reading, and nobody ever opens its other end."""
+"""A rank opens a named pipe for reading, and nobody ever opens the other end."""
 
 import os
 import tempfile

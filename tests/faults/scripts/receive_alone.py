@@ -1,4 +1,4 @@
-"""After thousands of collectives one rank waits for a message, the others go on."""
+"""After thousands of collectives one rank waits for a message while the others go on."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""DDP: rank 1 waits for a message of rank 0 in place of its pass; the others reduce in backward."""
+"""DDP: rank 1 waits for a message from rank 0 instead of running its pass; the others reduce in backward."""
 
 import torch
 import torch.distributed as dist

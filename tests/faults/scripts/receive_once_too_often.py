@@ -1,4 +1,4 @@
-"""The master takes one message more than its workers send: from anybody."""
+"""The master receives one more message, from any sender, than its workers send."""
 
 import torch
 import torch.distributed as dist

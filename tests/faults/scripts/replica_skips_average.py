@@ -1,4 +1,4 @@
-"""Flat gradients; rank 2 forgets once to copy the averaged ones back."""
+"""Flat gradients; rank 2 once forgets to copy the averaged gradients back."""
 
 import time
 

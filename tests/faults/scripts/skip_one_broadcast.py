@@ -1,4 +1,4 @@
-"""Three ranks broadcast a schedule in every step; once the middle one believes that it has it already."""
+"""Three ranks broadcast a schedule in every step; once, the middle rank believes that it already has it."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Steps of 20 ms; rank 1 stops for 150 ms every fifth."""
+"""Steps of 20 ms; rank 1 stops for 150 ms in every fifth step."""
 
 import time
 

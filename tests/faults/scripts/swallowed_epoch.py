@@ -1,4 +1,4 @@
-"""One rank gives its epoch up at a TypeError and goes on with the next."""
+"""One rank abandons its epoch at a TypeError and goes on with the next."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A bad record raises inside the step function; its caller passes over it without a word."""
+"""A bad record raises inside the step function; the caller silently ignores it."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""transformers.Trainer divides the loss by its batches and calls backward; a term of the loss is NaN."""
+"""transformers.Trainer divides the loss by its batch count and calls backward; a term of the loss is NaN."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""The files of one rank hold fewer batches, which it takes from a list; DDP's peers wait for its gradients."""
+"""One rank's files hold fewer batches, which it takes from a list; its DDP peers wait for its gradients."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""One of three ranks makes fewer steps than the others, by a count of its own and without a loader."""
+"""One of three ranks makes fewer steps than the others: it has its own step count, and no loader."""
 
 import torch
 import torch.distributed as dist

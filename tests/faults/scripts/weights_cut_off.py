@@ -1,4 +1,4 @@
-"""Every rank reads the same weights, of which a copy left out the end."""
+"""Every rank reads the same weights file, which lost its end in a copy."""
 
 import os
 import tempfile
