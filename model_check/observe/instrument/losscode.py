@@ -107,7 +107,7 @@ class Operation:
             return "takes the mean of nothing"
         return ""
 
-    def divides_by_a_goodnumber_of(self) -> bool:
+    def divides_by_a_finite_number(self) -> bool:
         """Frameworks divide each loss by the number of batches they accumulate: that makes no NaN."""
         below = self.kept().get("_saved_other", self.plain.get("_saved_other"))
         if self.kind != "Div" or below is None:
@@ -197,7 +197,7 @@ class LossCode:
         innermost = self.operations[-1]
         if not innermost.complete or not all(map(is_finite, innermost.kept().values())):
             return None
-        able = [operation for operation in self.operations if not operation.divides_by_a_goodnumber_of()]
+        able = [operation for operation in self.operations if not operation.divides_by_a_finite_number()]
         suspect = [operation for operation in able if operation.kind in _POLES]
         given = [operation for operation in able if operation.is_given_bad_numbers()]
         found = suspect[-1:] or given[-1:] or able[:1] or self.operations[:1]
