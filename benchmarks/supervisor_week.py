@@ -2,9 +2,9 @@
 
     python benchmarks/supervisor_week.py --out benchmarks/results/DATE-supervisor-week.json
 
-Writes the files that a launcher and its ranks would write (a sample every 30 s, losses, gradients of 150 parameters,
-hashes) and examines them with the real rules: once per simulated hour, and ten more times at the end of each day with
-nothing new.
+Writes the files that a launcher and its ranks would write (a sample every 30 s, losses, gradients of 150 parameters)
+and examines them with the real rules: once per simulated hour, and ten more times at the end of each day with nothing
+new.
 """
 
 import argparse
