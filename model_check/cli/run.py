@@ -52,7 +52,7 @@ def run(
     stop_grace: Annotated[
         float,
         typer.Option("--stop-grace", min=0.0, help="Seconds from SIGINT or SIGTERM, which are passed on, to SIGKILL."),
-    ] = 10.0,
+    ] = 30.0,
     guard: Annotated[
         str,
         typer.Option("--guard", help="NaN, infinity: observe (report), full (in all gradients), halt (refuse), off."),

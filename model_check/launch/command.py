@@ -50,7 +50,7 @@ class CommandResult:
 
 
 def run_command(
-    argv: Sequence[str], *, run_dir: RunDir, env: dict[str, str], supervisor: Supervisor, stop_grace_s: float = 10.0
+    argv: Sequence[str], *, run_dir: RunDir, env: dict[str, str], supervisor: Supervisor, stop_grace_s: float = 30.0
 ) -> CommandResult:
     """Runs the command to its end, watching the ranks it starts. `env` comes on top of our own environment.
 
@@ -140,13 +140,10 @@ class _CommandJob:
         return code
 
     def _turn(self) -> None:
-        ended = [pid for pid in orphans.children_of_main_thread() if not processes.is_alive(pid)]
-        self._find_ranks()
-        if self._stop.number is not None and not self._stop_noted:
-            self._note_stop(self._stop.number)
-        for exit in self._watcher.take():
-            self._note_exit(exit)
-        self._collect(ended)
+        try:
+            self._watch()
+        except OSError as error:  # a file server that is away for a while must not end the launcher
+            self._supervisor.say_trouble(f"the run directory cannot be used ({error}); the command goes on")
         if self._stop.number is not None or self._ending:
             self._press_on()
             return
@@ -154,9 +151,19 @@ class _CommandJob:
         if self._ending is not None:
             self._signal_job(signal.SIGTERM, self._ending.reason)
 
+    def _watch(self) -> None:
+        ended = [pid for pid in orphans.children_of_main_thread() if not processes.is_alive(pid)]
+        self._find_ranks()
+        if self._stop.number is not None and not self._stop_noted:
+            self._note_stop(self._stop.number)
+        for exit in self._watcher.take():
+            self._note_exit(exit)
+        self._collect(ended)
+
     def _collect(self, ended: list[int]) -> None:
         """Reaps processes that ended before this turn, except those whose exit code is still needed."""
-        waited_for = {self._process.pid, self._guard_pid, *self._rank_of} - {exit.pid for exit in self._exits}
+        ranks = set(self._rank_of) - {exit.pid for exit in self._exits}
+        waited_for = {self._process.pid, self._guard_pid, *ranks}  # the command itself may be a rank
         orphans.collect(set(ended) - waited_for)
         orphans.end_loader_workers(orphans.children_of_main_thread())
 

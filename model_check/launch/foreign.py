@@ -81,7 +81,7 @@ def run_script(
     guard: GuardMode = "observe",
     start: Literal["cold", "gate"] = "cold",
     memory_limit_gb: float | None = None,
-    stop_grace_s: float = 10.0,
+    stop_grace_s: float = 30.0,
 ) -> JobResult:
     """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's.
 

@@ -16,6 +16,7 @@ import select
 import signal
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
@@ -70,9 +71,11 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.write(self._write_end, _DISMISSED)
+        with suppress(OSError):  # somebody, or the kernel, has killed the guard
+            os.write(self._write_end, _DISMISSED)
         os.close(self._write_end)
-        os.waitpid(self.pid, 0)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
 
 
 def _stand_guard(read_end: int, mark: JobMark, run_dir: RunDir) -> NoReturn:
@@ -104,10 +107,10 @@ def _end_job(mark: JobMark, run_dir: RunDir) -> None:
 
 def _children_of_clean_ranks(holders: Mapping[int, Mapping[str, str]], run_dir: RunDir) -> set[int]:
     ended = (record for record in read_jsonl(run_dir.supervisor_events).records if record.get("event") == "rank_exited")
-    clean = {record["pid"]: record["rank"] for record in ended if record["code"] in CLEAN_CODES}
+    clean = {record.get("pid"): record.get("rank") for record in ended if record.get("code") in CLEAN_CODES}
     spared = {pid for pid, environment in holders.items() if environment.get(RANK_PID_VARIABLE, "") in map(str, clean)}
-    for rank in set(clean.values()):
+    for rank in {rank for rank in clean.values() if isinstance(rank, int)}:
         for record in read_jsonl(run_dir.events(rank)).records:
             if record.get("event") == "fork" and record.get("pid") in clean:
-                spared.add(record["child_pid"])
+                spared.add(record.get("child_pid", 0))
     return spared.union(*map(processes.descendants_of, spared))

@@ -19,6 +19,7 @@ KEPT_FIRST = 128 << 20
 KEPT_NEWEST = 128 << 20
 _KEPT_ON_A_FULL_DISK = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+_MARK = b"\n[model-check] what stood here was dropped to save space; grep -a reads past the gap\n"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -58,12 +59,15 @@ class LogRoom:
         size = os.fstat(descriptor).st_size
         if size - self._given_up.get(log, 0) > self._kept_first + 2 * self._kept_newest:
             self._give_up(log, self._kept_first, size - self._kept_newest)
-        if self._reserved.get(log, 0) - size >= RESERVED // 2:
+        left = self._reserved.get(log, 0) - size
+        if left >= RESERVED // 2:
             return
         try:
             _fallocate(descriptor, _KEEP_SIZE, size, RESERVED)
         except OSError as error:
             if error.errno in _NO_ROOM:
+                if left >= RESERVED // 8:
+                    raise  # what is reserved lasts: the disk may have room again by then
                 self._give_up(log, _KEPT_ON_A_FULL_DISK, size - _KEPT_ON_A_FULL_DISK)
                 _fallocate(descriptor, _KEEP_SIZE, size, RESERVED)
             else:
@@ -76,9 +80,12 @@ class LogRoom:
         if last > begin:
             _fallocate(self._open[log], _PUNCH_HOLE | _KEEP_SIZE, begin, last - begin)
             self._given_up[log] = last
+            os.pwrite(self._open[log], _MARK, begin)
 
 
 def _fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
+    if not hasattr(_LIBC, "fallocate64"):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     if _LIBC.fallocate64(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length)):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class LogDir:
                 raise LaunchError(
                     f"the log folder {path} cannot be made: {error.strerror}", remedy=f"make {root} writable"
                 ) from error
-        scratch = link.with_name(f".logs.{os.getpid()}")
+        scratch = link.with_name(f".logs.{os.getpid()}-{secrets.token_hex(4)}")
         scratch.unlink(missing_ok=True)
         scratch.symlink_to(path)
         scratch.replace(link)  # another host of the job may be doing this too

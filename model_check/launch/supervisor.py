@@ -140,7 +140,7 @@ class Supervisor:
             try:
                 self._on_first_failure(exit)
             except Exception as error:  # failing to take evidence must not change how the job ends
-                self._say_trouble(f"no evidence of the survivors ({type(error).__name__}: {error}); the job goes on")
+                self.say_trouble(f"no evidence of the survivors ({type(error).__name__}: {error}); the job goes on")
 
     def hooks(self) -> Hooks:
         """For `launch_job`: puts every rank of the job under these eyes."""
@@ -163,9 +163,9 @@ class Supervisor:
         try:
             return self._turn()
         except OSError as error:
-            self._say_trouble(f"the run directory cannot be used ({error}); the job goes on without a watch")
+            self.say_trouble(f"the run directory cannot be used ({error}); the job goes on without a watch")
         except Exception as error:  # a bug of ours costs the job one turn of supervision, nothing else
-            self._say_trouble(f"the watch failed ({type(error).__name__}: {error}); the job goes on")
+            self.say_trouble(f"the watch failed ({type(error).__name__}: {error}); the job goes on")
         return None
 
     def _write(self, verdict: Verdict) -> None:
@@ -173,9 +173,9 @@ class Supervisor:
         try:
             self._verdict_file.write(verdict)
         except OSError as error:
-            self._say_trouble(f"the run directory cannot be used ({error}); the verdict is only shown")
+            self.say_trouble(f"the run directory cannot be used ({error}); the verdict is only shown")
 
-    def _say_trouble(self, trouble: str) -> None:
+    def say_trouble(self, trouble: str) -> None:
         if not self._in_trouble:
             self._in_trouble = True
             self.say(trouble)

@@ -15,6 +15,7 @@ _HEAD = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ")  # torch's prefix on every line of an exception that ends a rank
 _LONGEST = 2000  # lines; a longer block has lost its end
 _SHOWN_CHARACTERS = 160
+_MOST_KEPT = 1000  # a script may print caught exceptions without an end
 
 
 class Tracebacks:
@@ -22,7 +23,7 @@ class Tracebacks:
 
     def __init__(self) -> None:
         self._open: dict[str, list[str]] = {}
-        self._whole: dict[str, str] = {}  # traceback text -> the rank that printed it first
+        self._whole: dict[int, str] = {}  # traceback text -> the rank that printed it first
         self._first_victim: list[str] = []
 
     def shown(self, label: str, lines: list[str], log: Path) -> list[str]:
@@ -48,7 +49,10 @@ class Tracebacks:
             self._first_victim = self._first_victim or [f"[{label}] {line}" for line in block]
             return [f"lost its peer: {said} (traceback: {log})"]
         text = "\n".join(_RANK.sub("", line) for line in block)
-        first = self._whole.setdefault(text, label)
+        seen = hash(text)
+        if len(self._whole) >= _MOST_KEPT and seen not in self._whole:
+            return block
+        first = self._whole.setdefault(seen, label)
         return block if first == label else [f"{said} (the same traceback as {first}: {log})"]
 
     def left(self) -> list[str]:

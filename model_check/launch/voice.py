@@ -6,6 +6,7 @@ import os
 import queue
 import sys
 import threading
+from contextlib import suppress
 
 _MOST_WAITING = 1000  # messages; a reader that is this far behind gets no more
 _FAREWELL_S = 5.0
@@ -25,7 +26,7 @@ class Voice:
     def say(self, text: str) -> None:
         if self._texts.qsize() < _MOST_WAITING:
             self._texts.put(text)
-        with self._begin:
+        with self._begin, suppress(RuntimeError):  # no thread to be had: nothing is said, and nothing ends
             if self._thread.ident is None:
                 self._thread.start()
 

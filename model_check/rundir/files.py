@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,8 @@ def read_jsonl(path: Path) -> JsonlReading:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Readers see the old file or the new one, never a part of either."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Hosts in containers often have the same PIDs.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         scratch.write_bytes(_dumps(value, indent=2))
         scratch.replace(path)

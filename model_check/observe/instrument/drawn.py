@@ -32,25 +32,50 @@ class Drawn:
 RECENT: deque[Drawn] = deque(maxlen=_KEPT)
 
 
+class _Broken:
+    down = False  # once something here has failed, the script goes on without it
+
+
 def watch(base: Any) -> None:
     """Patches torch's `_BaseDataLoaderIter` to remember each index list when it is drawn."""
     original = base._next_index
 
     def next_index(self: Any) -> Any:
         index = original(self)
+        if not _Broken.down:
+            try:
+                note(self, index)
+            except Exception as error:
+                _give_up(error)
+        return index
+
+    def note(self: Any, index: Any) -> None:
         if type(index) is list and getattr(self, "_in_order", True):
             queue = self.__dict__.get(_QUEUE)
             if queue is None or queue[0] is not self._sampler_iter:  # a new epoch of a loader with persistent workers
                 queue = self.__dict__[_QUEUE] = (self._sampler_iter, deque())
             queue[1].append(index)
-        return index
 
     next_index.__doc__ = original.__doc__
     base._next_index = next_index
 
 
 def handed_out(loader: Any, batch: Any) -> None:
-    """Called for each batch in the order drawn, also for one that failed (None)."""
+    """Called for each batch in the order drawn, also for one that failed (None). A batch may be any object at all."""
+    if _Broken.down:
+        return
+    try:
+        _remember(loader, batch)
+    except Exception as error:
+        _give_up(error)
+
+
+def _give_up(error: Exception) -> None:
+    _Broken.down = True
+    BOX.event("recording_failed", what="dataset indices", error=f"{type(error).__name__}: {error}"[:500])
+
+
+def _remember(loader: Any, batch: Any) -> None:
     queue = loader.__dict__.get(_QUEUE)
     if queue is None or not queue[1]:
         return
@@ -59,7 +84,7 @@ def handed_out(loader: Any, batch: Any) -> None:
         from model_check.observe.instrument.readings import tensors_in  # torch is fully imported by now
 
         tensors = tuple(weakref.ref(tensor) for tensor in tensors_in(batch))
-        RECENT.append(Drawn(indices, tensors, _asked_by_script(sys._getframe(1))))
+        RECENT.append(Drawn(indices, tensors, _asked_by_script(sys._getframe(2))))
 
 
 def _asked_by_script(frame: FrameType | None) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import gc
+import inspect
 import linecache
 import sys
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from model_check.observe.instrument.box import BOX
@@ -43,12 +44,16 @@ def look(resident: int) -> None:
     if _State.events >= _MOST_EVENTS or not before or resident < before * (1 + _LEAST_SHARE):
         return
     began = time.monotonic()
-    if _State.counted is None:
-        _State.counted, _State.counted_at = _sizes(), began
-    elif began - _State.counted_at >= _APART_S:
-        known, since = _State.counted, began - _State.counted_at
-        _State.counted, _State.counted_at = _tell(known, since), began
-        _State.events += 1
+    try:
+        if _State.counted is None:
+            _State.counted, _State.counted_at = _sizes(), began
+        elif began - _State.counted_at >= _APART_S:
+            known, since = _State.counted, began - _State.counted_at
+            _State.counted, _State.counted_at = _tell(known, since), began
+            _State.events += 1
+    except Exception:
+        _State.events = _MOST_EVENTS  # it would fail again
+        raise
     if time.monotonic() - began > _LONGEST_S:
         _State.events = _MOST_EVENTS
 
@@ -76,13 +81,21 @@ def _named(objects: list[Any]) -> Iterator[tuple[str, str, Any]]:
     while frame is not None:
         file = frame.f_code.co_filename
         if BOX.code.shown(file) is not None:
-            yield from ((name, file, value) for name, value in list(frame.f_locals.items()))
+            yield from ((name, file, value) for name, value in _locals_of(frame))
         frame = frame.f_back  # type: ignore[assignment]
     files = {m.__name__: str(m.__file__) for m in modules if BOX.code.shown(str(m.__file__)) is not None}
     kinds = {kind: files[kind.__module__] for kind in set(map(type, objects)) if kind.__module__ in files}
     for thing in [thing for thing in objects if type(thing) in kinds]:
         own = object.__getattribute__(thing, "__dict__") if type(thing).__dictoffset__ else {}
         yield from ((name, kinds[type(thing)], value) for name, value in list(own.items()))
+
+
+def _locals_of(frame: FrameType) -> list[tuple[str, Any]]:
+    """Before Python 3.13 a frame keeps what is read here, and with it a step's tensors for as long as it runs."""
+    found = list(frame.f_locals.items())
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # never a module's own dict
+        frame.f_locals.clear()
+    return found
 
 
 def _tell(known: dict[int, int], seconds: float) -> dict[int, int]:

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import platform
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,9 +31,12 @@ _JOINING = SpanKind("init", "new_group")
 _AT_WORK = frozenset({"init", "forward", "backward", "optimizer", "collective", "p2p", "barrier", "step"})
 
 
+_KEPT_GROUPS = 32  # each holds descriptors and threads: a script may make and leave groups without an end
+
+
 class _Running:
     service: Service | None = None
-    left: ClassVar[list[Any]] = []
+    left: ClassVar[deque[Any]] = deque(maxlen=_KEPT_GROUPS)
 
 
 def _announced_rank(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -216,7 +220,7 @@ def patch(c10d: Any) -> None:
     def destroy_process_group(group: Any = None) -> Any:
         # DDP's reducer may be a group's last owner. It dies with the GIL held, and the group then waits for a thread
         # of its backend, which needs the GIL to let go of a tensor that our kernel has shown to Python: so the group
-        # is kept until the process ends.
+        # is kept for as long as a reducer of it may live.
         _Running.left += list(c10d._world.pg_map) if group is None else [group]
         if group is None:
             GROUPS.forget()

@@ -50,7 +50,7 @@ def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif depth < 3 and isinstance(value, (list, tuple)):
             waiting += [(item, depth + 1) for item in reversed(value[:_MOST_TENSORS])]
-        elif depth < 3 and hasattr(value, "values") and hasattr(value, "keys"):
+        elif depth < 3 and hasattr(value, "keys") and callable(getattr(value, "values", None)):
             waiting += [(item, depth + 1) for item in reversed(list(value.values())[:_MOST_TENSORS])]
         elif depth < 3 and dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)][:_MOST_TENSORS]
