@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from model_check.rundir.ring import read_header
+
 SETTINGS = (
     "model.num_layers=1",
     "model.hidden_size=32",
@@ -213,16 +215,17 @@ class Torture:
         return max(steps, default=None)
 
     def _pids_of_attempt(self, number: int) -> Any:
-        """The pids of this attempt's ranks; the evidence of the earlier ones has been set aside by then."""
+        """The pids of this attempt's ranks; the evidence of the earlier ones has been set aside by then.
+
+        Each rank writes its own into its ring before its first step. The launcher's journal may name them later, when a
+        fast machine has nearly finished the run.
+        """
 
         def pids() -> dict[int, int]:
             if number > 1 and not (self.run_dir / "attempts" / str(number - 1) / "events").is_dir():
                 return {}
-            path = self.run_dir / "events" / "supervisor.jsonl"
-            lines = path.read_text().splitlines() if path.exists() else []
-            started = [json.loads(line) for line in lines if '"rank_started"' in line]
-            found = {record["rank"]: record["pid"] for record in started}
-            return found if len(found) == self.ranks else {}
+            headers = [read_header(self.run_dir / "blackbox" / f"rank-{rank:05d}.ring") for rank in range(self.ranks)]
+            return {rank: header["pid"] for rank, header in enumerate(headers)} if all(headers) else {}
 
         return pids
 

@@ -23,7 +23,7 @@ EDGES: dict[str, set[str]] = {
     "checkpoint": {"config", "rundir", "observe"},
     "engine": {"data", "models", "checkpoint", "observe", "plan", "config", "rundir"},
     "diagnose": {"rundir"},
-    "doctor": {"config", "launch", "observe", "data"},
+    "doctor": {"config", "launch", "observe", "rundir", "data"},
     "dashboard": {"rundir", "diagnose"},
 }
 ANY_ROOM = {"cli", "__init__", "__main__"}

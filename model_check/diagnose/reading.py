@@ -25,6 +25,7 @@ from model_check.diagnose.following import FollowedRing
 from model_check.diagnose.frames import Frame, ThreadStack, whole
 from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.rundir import RunDir, read_json
+from model_check.rundir.cgroups import usable_cores
 from model_check.rundir.files import open_regular
 
 _RANK_FILE = re.compile(r"rank-(\d+)")
@@ -270,7 +271,7 @@ class Reader:
             supervisor=tuple(supervisor),
             now=now if now is not None else time.monotonic() if live else _last_time(supervisor, ranks),
             live=live,
-            cores=_cores(environment),
+            cores=_cores(environment) or (usable_cores() if live else None),
             host_memory=_host_memory(environment),
             damage=tuple(damage),
             metrics=self._cached(self.run_dir.metrics, read_metrics),
@@ -438,7 +439,8 @@ def _last_time(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidenc
 
 def _cores(environment: Any) -> int | None:
     if isinstance(environment, dict):
-        for key in ("cpu_count", "cores", "cpus"):
+        # Earlier versions wrote the cores of the host alone, whatever a container was granted.
+        for key in ("cores", "cpu_count"):
             if isinstance(environment.get(key), int):
                 return int(environment[key])
     return None

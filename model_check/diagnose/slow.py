@@ -6,7 +6,6 @@ the step without the time in which it waited for others.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -247,7 +246,7 @@ def _data_bound(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Fin
 
 
 def _oversubscribed(evidence: Evidence) -> Finding | None:
-    cores = evidence.cores or (os.cpu_count() if evidence.live else None)
+    cores = evidence.cores
     if not cores:
         return None
     live = [r for r in evidence.ranks.values() if r.samples and r.step is not None and r.step > 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 from collections import Counter
@@ -156,7 +155,7 @@ def _spans(rank: RankEvidence, phase: str, until: float) -> list[tuple[float, fl
 def _import_storm(evidence: Evidence) -> Finding | None:
     spans = {rank.rank: _spans(rank, "import", evidence.now) for rank in evidence.ranks.values()}
     spans = {rank: found for rank, found in spans.items() if found}
-    cores = evidence.cores or (os.cpu_count() if evidence.live else None) or 1
+    cores = evidence.cores or 1
     if len(spans) < IMPORT_STORM_RANKS or len(spans) <= cores:
         return None
     took = {rank: sum(end - begin for begin, end, _ in found) for rank, found in spans.items()}

@@ -13,9 +13,10 @@ from dataclasses import replace
 import psutil
 
 from model_check.errors import UsageError
-from model_check.launch.memorykills import memory_cgroups, memory_in_use, memory_limit
+from model_check.launch.memorykills import memory_in_use, memory_limit
 from model_check.observe.gate import DEFAULT_PATIENCE_S, PATIENCE_VARIABLE, GatePlan
 from model_check.rundir import RunDir
+from model_check.rundir.cgroups import memory_cgroups
 
 # What a rank may need until its imports are done: torch with CUDA libraries, transformers and datasets, with room.
 IMPORT_NEED_BYTES = 1 << 30

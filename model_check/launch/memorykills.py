@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model_check.rundir.cgroups import memory_cgroups
+
 _KILLED = re.compile(r"(?P<memcg>Memory cgroup )?[Oo]ut of memory: Killed process (?P<pid>\d+) \((?P<comm>[^)]*)\)")
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -27,34 +28,6 @@ class MemoryKill:
 
     def to_json(self) -> dict[str, Any]:
         return {"source": self.source, "detail": self.detail, "pid": self.pid}
-
-
-def memory_cgroups(pid: int) -> list[Path]:
-    """The folders of the memory cgroups a process is in, innermost first, v1 and v2."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found: list[Path] = []
-    for line in lines:
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            roots = [
-                root for root in (_CGROUP_ROOT, _CGROUP_ROOT / "unified") if (root / "cgroup.controllers").exists()
-            ]
-        elif "memory" in controllers.split(","):
-            roots = [_CGROUP_ROOT / "memory"]
-        else:
-            continue
-        for root in roots:
-            folder = root / path.strip("/")
-            while True:
-                if folder.is_dir():
-                    found.append(folder)
-                if folder == root or root not in folder.parents:
-                    break
-                folder = folder.parent
-    return found
 
 
 def _value(path: Path) -> str:

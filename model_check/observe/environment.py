@@ -18,6 +18,7 @@ import psutil
 
 from model_check.observe.nvml import driver_versions, read_gpus
 from model_check.observe.redaction import redact_argv, redact_variables
+from model_check.rundir.cgroups import usable_cores
 
 _PACKAGES = (
     *("model-check", "torch", "numpy", "pydantic", "tokenizers", "transformers", "datasets", "huggingface_hub"),
@@ -39,6 +40,7 @@ def snapshot_environment() -> dict[str, Any]:
         "argv": redact_argv(sys.argv, os.environ),
         "cpu_count": os.cpu_count(),
         "cpus_allowed": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_bytes": memory.total,
         "memory_available_bytes": memory.available,
         "gpus": [asdict(gpu) for gpu in read_gpus()],

@@ -44,7 +44,7 @@ def test_spawned_children_have_command_lines_of_their_own(stage):
 
 
 def import_together(stage, world, seconds):
-    write_json_atomic(stage.run_dir.environment, {"cpu_count": 2})
+    write_json_atomic(stage.run_dir.environment, {"cpu_count": 64, "cores": 2})  # a container's share of its host
     for actor in stage.ranks(world, join=False):
         actor.span("import", 5, seconds, detail="transformers")
         actor.join()

@@ -43,6 +43,7 @@ class Fault:
     form: Form = "run"
     stdin: Stdin = "null"
     needs: Needs = ""
+    cores: int | None = None  # no more than these, however many the machine has
     environment: dict[str, str] = field(default_factory=dict)
     quick: bool = False
 
@@ -228,7 +229,7 @@ CRASHES = (
 STARTS = (
     crash("port_taken", "MC103", (0,), says=("{port}", "{holder}"), arguments=("--port", "{port}")),
     crash("no_gpu", "MC104", (1,), exit_code=1),
-    slow("import_storm", "MC101", None, nproc=4),
+    slow("import_storm", "MC101", None, nproc=4, cores=2),
     crash("directory_race", "MC107", None, exit_code=1, says=("FileExistsError", "checkpoints")),
     slow(
         "every_rank_downloads",

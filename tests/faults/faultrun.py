@@ -145,7 +145,7 @@ def command_of(
 
 @contextmanager
 def launched(
-    command: list[str], folder: Path, environment: dict[str, str], stdin: Stdin = "null"
+    command: list[str], folder: Path, environment: dict[str, str], stdin: Stdin = "null", cores: int | None = None
 ) -> Iterator[Launched]:
     """Starts the command with its output in a file; whatever happens, nothing of it survives the block."""
     mark = f"FAULT_RUN={uuid.uuid4().hex}"
@@ -160,6 +160,13 @@ def launched(
     env |= {"HF_HOME": str(folder / "hf"), "TMPDIR": temporary, **environment}
     env |= dict([mark.split("=")])
     reading, writing = os.pipe()
+
+    def prepare() -> None:
+        if stdin == "closed":
+            os.close(0)
+        if cores:
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+
     with (folder / "output.txt").open("wb") as output, open(os.devnull, "rb") as nothing:
         process = subprocess.Popen(
             command,
@@ -169,7 +176,7 @@ def launched(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=(lambda: os.close(0)) if stdin == "closed" else None,
+            preexec_fn=prepare,
         )
     job = Launched(process, mark, folder, time.monotonic())
     try:
@@ -212,7 +219,7 @@ def observe_fault(fault: Fault, folder: Path) -> Observation:
         arguments = [_filled(a, values) for a in fault.arguments]
         environment = {k: _filled(v, values) for k, v in fault.environment.items()}
         command = command_of(fault.form, fault.nproc, folder / "run", fault.path, arguments, fault.flags)
-        job = stack.enter_context(launched(command, folder, environment, fault.stdin))
+        job = stack.enter_context(launched(command, folder, environment, fault.stdin, fault.cores))
         _watch(job, fault, seen)
         _end(job, seen)
         seen.verdict, seen.output = job.verdict(), job.output

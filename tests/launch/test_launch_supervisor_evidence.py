@@ -21,11 +21,12 @@ from launch_jobs import wait_until
 
 from model_check.launch import processes, stacks
 from model_check.launch.exits import ExitWatcher, decode_wait_status
-from model_check.launch.memorykills import KernelLog, MemoryKill, kill_count, memory_cgroups, memory_limit, parse_kill
+from model_check.launch.memorykills import KernelLog, MemoryKill, kill_count, memory_limit, parse_kill
 from model_check.launch.pulse import Pulse
 from model_check.launch.waiting import Standing, standings, waiting_line
 from model_check.observe.recorder import Recorder
 from model_check.rundir import RunDir
+from model_check.rundir.cgroups import memory_cgroups
 from model_check.rundir.ring import FLAG_ASYNC
 
 

@@ -1,4 +1,4 @@
-"""How many programs may compute at once: cores that may be used, and how much of them a container is given.
+"""The control groups of a process, and how many cores they leave it.
 
 `docker --cpus 2` and a CPU limit of Kubernetes leave all cores of the host in sight and grant the time of two.
 """
@@ -9,9 +9,34 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from model_check.launch.memorykills import memory_cgroups
+_ROOT = Path("/sys/fs/cgroup")
+_V1_CPU = _ROOT / "cpu"
 
-_V1_CPU = Path("/sys/fs/cgroup/cpu")
+
+def memory_cgroups(pid: int) -> list[Path]:
+    """The folders of the memory cgroups a process is in, innermost first, v1 and v2."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Path] = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            roots = [root for root in (_ROOT, _ROOT / "unified") if (root / "cgroup.controllers").exists()]
+        elif "memory" in controllers.split(","):
+            roots = [_ROOT / "memory"]
+        else:
+            continue
+        for root in roots:
+            folder = root / path.strip("/")
+            while True:
+                if folder.is_dir():
+                    found.append(folder)
+                if folder == root or root not in folder.parents:
+                    break
+                folder = folder.parent
+    return found
 
 
 def usable_cores() -> int:
