@@ -23,7 +23,7 @@ if [ $# -gt 0 ]; then
 fi
 # What is promised in seconds is tested alone, one test after the other; all the rest two at a time. The scripts of
 # tests/faults keep what they promise in company too, mostly: which does not is measured once more, alone.
-timed=(tests/launch tests/observe/test_comms.py)
+timed=(tests/launch tests/blackbox/test_comms.py)
 status=0
 $bin/python -m pytest -m "$select" -n 2 --dist loadfile --ignore=tests/faults "${timed[@]/#/--ignore=}" || status=$?
 in_company=0

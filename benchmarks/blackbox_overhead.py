@@ -30,10 +30,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from model_check.observe import inject_path
-from model_check.observe.recorder import PHASE, Put, Recorder
-from model_check.rundir import RunDir
-from model_check.rundir.ring import BEGIN, kind
+from model_check.blackbox.recorder import PHASE, Put, Recorder
+from model_check.numerics.bootstrap import inject_path
+from model_check.record import RunDir
+from model_check.record.ring import BEGIN, kind
 
 STEPS = Path(__file__).with_name("steps_in_turns.py")
 WITHOUT, BOX, GUARD = "without", "box", "guard"

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from model_check.rundir.ring import read_header
+from model_check.record.ring import read_header
 
 SETTINGS = (
     "model.num_layers=1",

@@ -38,7 +38,7 @@ from model_check.engine.optimizer import build_optimizer
 from model_check.engine.passes import WholeModel
 from model_check.engine.place import Place, join, join_alone, leave
 from model_check.engine.step import TrainStep
-from model_check.observe.numerics.finite import LocalCheck, watch_replica
+from model_check.numerics.finite import LocalCheck, watch_replica
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def first_step(folder: Path, rank: int, world_size: int) -> None:
 
 
 def entry(context: Any, payload: str) -> None:
-    from model_check.observe.gate import Gate, GatePlan
+    from model_check.blackbox.gate import Gate, GatePlan
 
     plan = GatePlan.from_environment(os.environ)
     if plan is not None:
@@ -80,7 +80,7 @@ def run_launcher(start: Any, nproc: int, folder: Path) -> int:
     import startup as module  # under this name the entry can be imported by a cold rank
 
     from model_check.launch import DEFAULT_PRELOAD, launch_job
-    from model_check.rundir import RunDir
+    from model_check.record import RunDir
 
     result = launch_job(
         module.entry,

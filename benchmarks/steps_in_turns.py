@@ -24,11 +24,11 @@ from torch.optim import optimizer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from model_check.observe.instrument import native, training
-from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.budget import Budget, Choice
-from model_check.observe.instrument.now import HERE
-from model_check.observe.instrument.steps import _Watching, of_this_thread
+from model_check.blackbox import native_collectives, step_phases
+from model_check.blackbox.box import BOX
+from model_check.blackbox.current_phase import HERE
+from model_check.numerics.budget import Budget, Choice
+from model_check.numerics.step_watchers import _Watching, of_this_thread
 
 HEAD = 128
 VOCABULARY = 32_000
@@ -94,15 +94,15 @@ class Switch:
     def to(self, level: str) -> None:
         on = level != "without"
         BOX.recorder = self.recorder if on else None
-        native.install() if on else native.uninstall()
+        native_collectives.install() if on else native_collectives.uninstall()
         for owner, name, function in self._wrapped:
             setattr(owner, name, function if on else inspect.unwrap(function))
         for hooks, key, hook in self._hooks:
             hooks[key] = hook if on else _nothing
-        native.stop_telling(training._exchange_begins)
+        native_collectives.stop_telling(step_phases._exchange_begins)
         _Watching.on = level == "guard"
-        if level == "guard" and training._watchers() is not None:
-            native.tell_of_exchanges(training._exchange_begins)
+        if level == "guard" and step_phases._watchers() is not None:
+            native_collectives.tell_of_exchanges(step_phases._exchange_begins)
         self.budget._since = time.perf_counter()  # nothing is earned while it is off
 
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from model_check.diagnose import Examiner
-from model_check.rundir import JsonlWriter, RunDir
+from model_check.record import JsonlWriter, RunDir
 
 RANKS = 8
 DAYS = 7

@@ -9,16 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from model_check.blackbox.communication_profiler import CommunicationProfiler
     from model_check.config import Config, load_config, validate_config
     from model_check.engine.trainer import DDPTrainer, FSDPTrainer
     from model_check.models import SimpleModel
-    from model_check.observe.comms import CommunicationProfiler
 
 __version__ = "0.1.0"
 
 # Loaded on first use: reading a configuration or a run directory must not wait for torch.
 _HOMES = {
-    "CommunicationProfiler": "model_check.observe.comms",
+    "CommunicationProfiler": "model_check.blackbox.communication_profiler",
     "Config": "model_check.config",
     "load_config": "model_check.config",
     "validate_config": "model_check.config",

@@ -1,1 +1,1 @@
-"""Checkpoint: commits training state to disk and proves it is whole. May import config, rundir, observe."""
+"""Checkpoint: commits training state to disk and proves it is whole. May import config, record."""

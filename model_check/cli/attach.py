@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from model_check.errors import UsageError
-from model_check.launch.attach import JobPicture, describe, look_at
-from model_check.launch.jobs import FoundJob, find_jobs, jobs_of
-from model_check.rundir import RunDir
+from model_check.record import RunDir
+from model_check.supervise.attach import JobPicture, describe, look_at
+from model_check.supervise.job_finder import FoundJob, find_jobs, jobs_of
 
 
 def attach(

@@ -207,7 +207,7 @@ def _show(name: str, rows: Sequence[dict[str, Any]], as_json: bool, columns: dic
 def _machine() -> dict[str, Any]:
     """What the numbers belong to."""
     from model_check.launch import list_gpus
-    from model_check.observe.environment import package_versions
+    from model_check.record.environment import package_versions
 
     return {
         "cpu": platform.processor() or platform.machine(),

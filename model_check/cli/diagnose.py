@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from model_check.errors import RunDirError
-from model_check.rundir import RunDir, Verdict, read_jsonl
-from model_check.rundir.ring import read_header
-from model_check.rundir.start_marks import start_table
+from model_check.record import RunDir, Verdict, read_jsonl
+from model_check.record.ring import read_header
+from model_check.record.start_marks import start_table
 
 if TYPE_CHECKING:
-    from model_check.launch.watch import Watch
+    from model_check.supervise.run_liveness import Watch
 
 
 def diagnose(
@@ -34,7 +34,7 @@ def diagnose(
     Example: model-check diagnose .outputs/20260101-120000-4711
     """
     from model_check.diagnose import examine, render
-    from model_check.launch.watch import watch_of
+    from model_check.supervise.run_liveness import watch_of
 
     directory = RunDir.open(run_dir)
     if not (directory.blackbox_dir.is_dir() or directory.events_dir.is_dir()):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from model_check.cli.installation import broken_package
 from model_check.cli.terminal import OutputFailed, make_output_safe
 from model_check.errors import ModelCheckError, UsageError
-from model_check.observe.redaction import redact_text
+from model_check.record.redaction import redact_text
 
 _READER_LEFT = 128 + signal.SIGPIPE
 

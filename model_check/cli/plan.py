@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from model_check.cli.flags import configured, flag_values
-from model_check.config import Config, ModelShape, check_world, resolve_shape
-from model_check.config.resolve import base_shape
+from model_check.config import check_world
+from model_check.engine.model_shape import shape_of
 from model_check.errors import ConfigError, UsageError
 from model_check.launch import Gpu, list_gpus
 from model_check.plan.advice import Advice, advise, changes_of, fewest_gpus
@@ -63,15 +63,6 @@ def plan(
     else:
         _show(job, option, found)
     return 0 if option.fits else 1
-
-
-def shape_of(config: Config) -> ModelShape:
-    """The shape that training would build; the tokenizer is asked only where nothing else says the vocabulary."""
-    if config.model.vocab_size is not None or base_shape(config.model.model_path) is not None:
-        return resolve_shape(config.model)
-    from model_check.data import load_tokenizer
-
-    return resolve_shape(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
 
 
 def _machine(gpu: str | None, world_size: int | None) -> tuple[Device, int]:

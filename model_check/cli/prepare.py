@@ -18,7 +18,7 @@ from model_check.config import Config
 from model_check.data import PreparedData
 from model_check.data import prepare as prepare_data
 from model_check.engine.data_spec import data_spec
-from model_check.observe.redaction import redact_text
+from model_check.record.redaction import redact_text
 
 
 @contextmanager

@@ -14,15 +14,15 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
+from model_check.blackbox.box import GuardMode
 from model_check.errors import UsageError
 from model_check.launch.foreign import ForeignScript
 from model_check.launch.limits import use_less_memory
-from model_check.launch.supervisor import Limits, Supervisor
-from model_check.observe.instrument.box import GuardMode
-from model_check.rundir import RunDir, Verdict, write_json_atomic
-from model_check.rundir.claim import Claim, Job, enter
-from model_check.rundir.paths import read_mode
-from model_check.rundir.verdict import Outcome
+from model_check.record import RunDir, Verdict, write_json_atomic
+from model_check.record.claim import Claim, Job, enter
+from model_check.record.paths import read_mode
+from model_check.record.verdict import Outcome
+from model_check.supervise.supervisor import Limits, Supervisor
 
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "mpiexec", "srun"})
 Enter = Callable[[Job], tuple[RunDir, Claim]]  # `enter` with the run directory's flags filled in
@@ -138,7 +138,8 @@ def _run_script(
 ) -> int:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.foreign import run_script
-    from model_check.observe.environment import snapshot_environment
+    from model_check.numerics.bootstrap import inject_path
+    from model_check.record.environment import snapshot_environment
 
     script.check()
     directory, claim = enter_dir(Job.alone())
@@ -150,6 +151,7 @@ def _run_script(
             nproc=nproc,
             run_dir=directory,
             supervisor=supervisor,
+            bootstrap=inject_path(),
             guard=guard,
             start=start,
             memory_limit_gb=memory_limit_gb,
@@ -176,7 +178,8 @@ def _run_command(
     from model_check.launch.command import run_command
     from model_check.launch.gate import plan_gate
     from model_check.launch.injection import injected_environment
-    from model_check.observe.environment import snapshot_environment
+    from model_check.numerics.bootstrap import inject_path
+    from model_check.record.environment import snapshot_environment
 
     if shutil.which(words[0]) is None:
         if Path(words[0]).is_file():
@@ -188,7 +191,7 @@ def _run_command(
     with claim:
         write_json_atomic(directory.environment, snapshot_environment())
         supervisor = supervisor_for(directory, replace(limits, own_launcher_s=_OWN_LAUNCHER_S))
-        env = injected_environment(directory, os.environ, guard)
+        env = injected_environment(directory, os.environ, inject_path(), guard)
         if gated:
             # Only the command knows how many ranks it starts, so the gate admits as many as the host can hold.
             env |= plan_gate(directory, os.cpu_count() or 1).variables()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from model_check.cli.supervision import short
-from model_check.rundir import RunDir, read_jsonl
+from model_check.record import RunDir, read_jsonl
 
 # The first steps compile and warm up; they are left out of the speed, never out of the loss.
 WARMUP_STEPS = 3

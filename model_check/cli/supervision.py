@@ -7,11 +7,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from model_check.blackbox.service import request
 from model_check.diagnose import Examiner, render
-from model_check.launch.supervisor import Limits, Supervisor
-from model_check.launch.voice import Voice
-from model_check.observe.service import request
-from model_check.rundir import RunDir, Verdict
+from model_check.launch.messages import Voice
+from model_check.record import RunDir, Verdict
+from model_check.supervise.supervisor import Limits, Supervisor
 
 
 def supervisor_for(directory: RunDir, limits: Limits) -> Supervisor:

@@ -15,25 +15,26 @@ from typing import Annotated, Any
 
 import typer
 
+from model_check.blackbox.endings import recording_failures
+from model_check.blackbox.gate import Gate
 from model_check.checkpoint import layout
 from model_check.cli.fitting import Fitted, check_host_memory, fit_to_gpus
 from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
-from model_check.cli.rank_start import begin_rank
 from model_check.config import Config, check_world, to_jsonable
 from model_check.config.eight_bit import torchao_is_installed, torchao_missing
 from model_check.config.shard_index import is_weights_folder
+from model_check.engine.rank_start import begin_rank
 from model_check.errors import ConfigError, ModelCheckError, UsageError
-from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, list_gpus
+from model_check.launch import Gpu, choose_gpus, list_gpus
 from model_check.launch.gate import plan_gate
-from model_check.launch.guard import RUN_DIR_VARIABLE
 from model_check.launch.limits import check_address_space, limit_address_space, use_less_memory
+from model_check.launch.reaper import RUN_DIR_VARIABLE
 from model_check.launch.warmstart import without_looking_for_garbage
-from model_check.observe.gate import Gate
-from model_check.observe.instrument.endings import recording_failures
-from model_check.observe.redaction import redact_text
-from model_check.rundir import Finding, RunDir, Verdict, write_json_atomic
-from model_check.rundir.claim import Claim, Job, enter
-from model_check.rundir.paths import read_mode
+from model_check.record import Finding, RunDir, Verdict, write_json_atomic
+from model_check.record.claim import Claim, Job, enter
+from model_check.record.paths import read_mode
+from model_check.record.rank_context import RankContext, foreign_launcher
+from model_check.record.redaction import redact_text
 
 CPU_RANKS = 2
 LARGE_ON_A_CPU = 200_000_000  # parameters
@@ -151,7 +152,7 @@ def _to_stderr(line: str) -> None:
 
 
 def _write_identity(run_dir: RunDir, fitted: Fitted) -> None:
-    from model_check.observe.environment import snapshot_environment
+    from model_check.record.environment import snapshot_environment
 
     write_json_atomic(run_dir.config, _without_secrets(to_jsonable(fitted.config)))
     if fitted.plan is not None:
@@ -219,8 +220,8 @@ def _train_as(
     if config.launch.memory_limit_gb is not None:
         _limit_one_rank(context, config.launch.memory_limit_gb)
     with _gate_of_one_rank(config, context):
-        from model_check.cli.before_ranks import check_weights
-        from model_check.cli.rank import TrainOrder, train_rank
+        from model_check.engine.preflight import check_weights
+        from model_check.engine.rank import TrainOrder, train_rank
     check_weights(fitted.config, resume)
     if context.rank == 0:
         _write_identity(directory, fitted)
@@ -262,7 +263,7 @@ def _train_here(
     _check_what_is_here(config, on_gpu=bool(chosen))
     _warn_of_a_large_model_on_the_cpu(config, chosen)
     with without_looking_for_garbage():
-        from model_check.cli.before_ranks import check_weights
+        from model_check.engine.preflight import check_weights
     check_weights(config, resume)
     job = Job.meeting_at(rdzv_endpoint) if rdzv_endpoint and nnodes > 1 else Job.alone()
     directory, claim = enter_dir(job, resuming=resume is not None, resume_flag="--resume auto")
@@ -283,18 +284,18 @@ def _train_in(
     verbose_init: bool,
 ) -> int:
     with without_looking_for_garbage():
-        from model_check.cli.before_ranks import check_data
         from model_check.cli.prepare import prepare_with_progress
-        from model_check.cli.rank import TrainOrder, train_rank
         from model_check.cli.summary import summary_lines
         from model_check.cli.supervision import show_findings, supervisor_for
         from model_check.data import entropy_floor
         from model_check.engine.data_spec import data_spec
+        from model_check.engine.preflight import check_data
+        from model_check.engine.rank import TrainOrder, train_rank
         from model_check.launch.console import ConsoleOptions
-        from model_check.launch.hooks import Graces
         from model_check.launch.job import launch_job
         from model_check.launch.placement import Hosts
-        from model_check.launch.supervisor import Limits
+        from model_check.supervise.hooks import Graces
+        from model_check.supervise.supervisor import Limits
 
     config = fitted.config
     _write_identity(directory, fitted)
@@ -454,7 +455,7 @@ def _preload(config: Config, on_gpu: bool) -> tuple[str, ...]:
         "torch.nn.parallel",
         "torch.optim",
         "torch._dynamo",
-        "model_check.cli.rank",
+        "model_check.engine.rank",
     )
     parallel = config.parallel
     if parallel.strategy in ("fsdp", "hsdp") or parallel.tensor * parallel.pipeline * parallel.context > 1:

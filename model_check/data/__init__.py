@@ -1,4 +1,4 @@
-"""Data: sources, tokenizers, packed cache, resumable loader. May import config, observe.
+"""Data: sources, tokenizers, packed cache, resumable loader. May import config.
 
 `prepare(spec)` gives an open cache; `BatchLoader` cuts it into batches. Only the loader needs torch, so it is imported
 when first asked for: preparing data, and the processes that tokenize, start without it.

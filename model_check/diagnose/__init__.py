@@ -1,4 +1,4 @@
-"""Diagnose: rules that turn a run directory into findings. Imports no torch; may import rundir.
+"""Diagnose: rules that turn a run directory into findings. Imports no torch; may import record.
 
 reading    -> evidence      files to frozen data, tolerant of torn and missing ones
 issues     -> collectives   what each rank called in each group, and the first place where they part

@@ -17,8 +17,8 @@ from model_check.diagnose.evidence import WAIT_PHASES, Evidence, RankEvidence, f
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.source import enclosing_loop
-from model_check.rundir import Finding
-from model_check.rundir.ring import Crumb
+from model_check.record import Finding
+from model_check.record.ring import Crumb
 
 BURSTS = 4
 BURST_STEPS = 20  # the first few steps of a job are not representative

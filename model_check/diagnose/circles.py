@@ -11,7 +11,7 @@ from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.routine import departures
 from model_check.diagnose.waits import Wait, stuck_ranks
-from model_check.rundir import Finding
+from model_check.record import Finding
 
 _BACK_IN_ORDER = "look at the named line: there the rank calls something else than in its earlier steps"
 

@@ -46,7 +46,7 @@ from model_check.errors import (
     ModelError,
     UsageError,
 )
-from model_check.rundir import Finding
+from model_check.record import Finding
 
 _FATAL_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}

@@ -13,7 +13,7 @@ from model_check.diagnose.joining import met_the_wrong_members
 from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding, user_frame
 from model_check.diagnose.uneven import short_of_data, uneven_finding
 from model_check.diagnose.victims import is_store_loss
-from model_check.rundir import Finding
+from model_check.record import Finding
 
 
 def departed_finding(

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, get_args
 
 from model_check.diagnose.frames import Frame, ThreadStack
-from model_check.rundir.ring import FLAG_ASYNC, Crumb
-from model_check.rundir.verdict import Outcome
+from model_check.record.ring import FLAG_ASYNC, Crumb
+from model_check.record.verdict import Outcome
 
 if TYPE_CHECKING:
     from model_check.diagnose.issues import Issue, MessageKey

@@ -34,8 +34,8 @@ from model_check.diagnose.slow import slow_findings
 from model_check.diagnose.start import start_findings, with_start
 from model_check.diagnose.waits import find_waits
 from model_check.diagnose.warnings_training import training_warnings
-from model_check.rundir import Finding, RunDir, Verdict
-from model_check.rundir.verdict import Outcome
+from model_check.record import Finding, RunDir, Verdict
+from model_check.record.verdict import Outcome
 
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 _CERTAINTY = {"proven": 0, "observed": 1, "suspected": 2}

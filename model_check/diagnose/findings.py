@@ -11,8 +11,8 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.waits import Wait
-from model_check.rundir import Finding
-from model_check.rundir.verdict import Certainty, Severity
+from model_check.record import Finding
+from model_check.record.verdict import Certainty, Severity
 
 # A kill leaves no frame: the line of these findings is where the rank was last seen, not the cause.
 PLACED_BY_RECORD = frozenset({"MC303", "MC304", "MC305"})

@@ -10,7 +10,7 @@ from typing import Any
 
 from model_check.diagnose.evidence import FlightEntry
 from model_check.diagnose.frames import Frame, whole
-from model_check.rundir import read_json
+from model_check.record import read_json
 
 _OPS = {
     "allreduce": "all_reduce",

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from model_check.diagnose.source import source_text
-from model_check.rundir.generated import is_generated
+from model_check.record.user_code import is_door, is_trainer, is_user_file
 
-_STDLIB = tuple(
-    path.rstrip("/") + "/" for key in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(key)) is not None
-)
-# Installed packages live in these folders on every platform; a run directory may come from another machine, so the
-# paths of this interpreter alone do not decide.
-_INSTALLED = ("/site-packages/", "/dist-packages/")
-_WATCHERS = ("observe/", "launch/")
-_OURS = re.compile(r"/model_check/(?!observe/|launch/)")
-_FOREIGN_STDLIB = re.compile(r"/lib/python3\.\d+/(?!site-packages/)")
 _LOCK_FUNCTIONS = {"acquire", "__enter__", "wait", "join", "_wait_for_tstate_lock", "get", "put", "result", "wait_for"}
 _LOCK_FILES = ("threading.py", "queue.py", "concurrent/futures/_base.py", "multiprocessing/synchronize.py")
 _LOCK_TEXT = re.compile(
@@ -74,12 +63,12 @@ class Frame:
     @property
     def is_user_code(self) -> bool:
         """Not torch, the standard library, an installed package, the import machinery, or ourselves."""
-        return is_user_path(self.file)
+        return is_user_file(self.file)
 
     @property
     def is_program(self) -> bool:
         """The user's code, or our trainer's if that is the program."""
-        return self.is_user_code or bool(_OURS.search(self.file.replace("\\", "/")))
+        return self.is_user_code or is_trainer(self.file)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], root: str = "") -> Frame:
@@ -111,27 +100,6 @@ class ThreadStack:
         return self.frames[0] if self.frames else None
 
 
-def is_user_path(file: str) -> bool:
-    path = file.replace("\\", "/")
-    if not file or is_generated(path) or "frozen importlib" in file:
-        return False
-    if any(part in path for part in _INSTALLED) or _is_ours(path):
-        return False
-    return not (path.startswith(_STDLIB) or _FOREIGN_STDLIB.search(path))
-
-
-def _is_ours(path: str) -> bool:
-    """A file of this package, wherever its copy lies. A user's project may well be in a folder of the same name."""
-    _, found, inside = f"/{path}".rpartition("/model_check/")
-    return bool(found) and (inside.startswith(_WATCHERS) or inside in _our_files())
-
-
-@lru_cache(maxsize=1)
-def _our_files() -> frozenset[str]:
-    package = Path(__file__).resolve().parent.parent
-    return frozenset(file.relative_to(package).as_posix() for file in package.rglob("*.py"))
-
-
 def innermost_user(frames: Iterable[Frame]) -> Frame | None:
     """The user's line, of frames from the innermost outwards.
 
@@ -142,10 +110,9 @@ def innermost_user(frames: Iterable[Frame]) -> Frame | None:
     for frame in frames:
         if frame.is_user_code:
             return frame
-        path = frame.file.replace("\\", "/")
-        if ours is None and _OURS.search(path):
+        if ours is None and is_trainer(frame.file):
             ours = frame
-        if "/model_check/cli/" in path:
+        if is_door(frame.file):
             break
     return ours
 

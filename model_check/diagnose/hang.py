@@ -19,9 +19,9 @@ from model_check.diagnose.joining import joining_findings
 from model_check.diagnose.life import sign_of_life
 from model_check.diagnose.raised import raised_at
 from model_check.diagnose.source import source_text
-from model_check.diagnose.standing import Standing
+from model_check.diagnose.stuck_rank import Standing
 from model_check.diagnose.waits import Wait, find_cycle, holders
-from model_check.rundir import Finding
+from model_check.record import Finding
 
 _SLOW_BUT_FINE = {
     "save": "saving a checkpoint",

@@ -15,8 +15,8 @@ from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.issues import is_issue
 from model_check.diagnose.waits import Wait, groups_made
-from model_check.rundir import Finding
-from model_check.rundir.ring import Crumb
+from model_check.record import Finding
+from model_check.record.ring import Crumb
 
 
 def joining_findings(evidence: Evidence, waits: Mapping[int, Wait]) -> list[Finding]:

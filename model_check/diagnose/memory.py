@@ -16,7 +16,7 @@ from typing import Any
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
-from model_check.rundir import Finding
+from model_check.record import Finding
 
 GIB = 1 << 30
 # Free memory in pieces counts as fragmentation from this share of the device on: a little is always in pieces.

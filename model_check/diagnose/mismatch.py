@@ -12,8 +12,8 @@ from model_check.diagnose.findings import make_finding
 from model_check.diagnose.issues import GroupTable, Issue, flight_tables
 from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding
 from model_check.diagnose.uneven import left_their_loop, short_of_data, uneven_finding, uneven_steps_finding
-from model_check.rundir import Finding
-from model_check.rundir.verdict import Certainty, Severity
+from model_check.record import Finding
+from model_check.record.verdict import Certainty, Severity
 
 _OWN_GROUPS = "give each thread a process group of its own: dist.new_group(), made on the main thread of all ranks"
 _SAME_MODULES = "run the same modules, forward and backward, on all ranks: DDP or FSDP starts a collective for each"

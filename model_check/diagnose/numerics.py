@@ -17,8 +17,8 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import NO_LONGER_TRAINED, make_finding
 from model_check.diagnose.frames import Frame, whole
-from model_check.rundir import Finding
-from model_check.rundir.verdict import Certainty, Severity
+from model_check.record import Finding
+from model_check.record.verdict import Certainty, Severity
 
 _RANGES_SHOWN = 3
 _OF_NUMBERS = re.compile(r"(?i)\bnans?\b|isnan|\binf\b|isinf|infinit|finite|diverge")

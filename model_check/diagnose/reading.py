@@ -24,9 +24,9 @@ from model_check.diagnose.flight import read_flight
 from model_check.diagnose.following import FollowedRing
 from model_check.diagnose.frames import Frame, ThreadStack, whole
 from model_check.diagnose.metrics import read_metrics, vocabulary_of
-from model_check.rundir import RunDir, read_json
-from model_check.rundir.cgroups import usable_cores
-from model_check.rundir.files import open_regular
+from model_check.record import RunDir, read_json
+from model_check.record.cgroups import usable_cores
+from model_check.record.files import open_regular
 
 _RANK_FILE = re.compile(r"rank-(\d+)")
 _ROUND = re.compile(r"\.(\d+)\.")

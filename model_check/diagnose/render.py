@@ -9,7 +9,7 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, NO_LONGER_TRAINED, THEN
 from model_check.diagnose.numerics import NONFINITE
 from model_check.diagnose.source import lines_around
-from model_check.rundir import Finding, Verdict
+from model_check.record import Finding, Verdict
 
 _COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "info": "\x1b[1;36m"}
 _BOLD, _BLUE, _RESET = "\x1b[1m", "\x1b[1;34m", "\x1b[0m"

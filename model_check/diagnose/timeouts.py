@@ -14,7 +14,7 @@ from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.hang import classify_standing
 from model_check.diagnose.issues import GroupTable, Issue
 from model_check.diagnose.waits import Wait
-from model_check.rundir import Finding
+from model_check.record import Finding
 
 _TIMED_OUT = re.compile(r"tim(ed|es|e) ?out", re.I)
 

@@ -11,8 +11,8 @@ from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of, step
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.source import enclosing_loop
-from model_check.rundir import Finding
-from model_check.rundir.ring import Crumb
+from model_check.record import Finding
+from model_check.record.ring import Crumb
 
 LOADER_ENDED = "exhausted"
 _SAME_STEPS = (

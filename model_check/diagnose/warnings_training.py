@@ -19,7 +19,7 @@ from model_check.diagnose.dead_layers import Stop, where_it_stops
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import whole
-from model_check.rundir import Finding
+from model_check.record import Finding
 
 SPIKE_WINDOW = 50
 SPIKE_SCORE = 10.0

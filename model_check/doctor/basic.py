@@ -14,8 +14,8 @@ from model_check.doctor.check import Check, failed, passed, skipped, warned
 from model_check.doctor.probe import ask
 from model_check.doctor.remedies import host_remedy
 from model_check.doctor.settings import Settings
-from model_check.observe.environment import package_versions
-from model_check.observe.nvml import driver_versions
+from model_check.record.environment import package_versions
+from model_check.record.nvml import driver_versions
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 13)
 OLDEST_TORCH = (2, 11)

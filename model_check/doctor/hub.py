@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from model_check.config.endpoint import reachable
 from model_check.doctor.check import Check, failed, foreign_words, passed, skipped, warned
 from model_check.doctor.settings import Limits, Settings
-from model_check.observe.redaction import redact_text
+from model_check.record.redaction import redact_text
 
 _WHO = "/api/whoami-v2"
 _TOKEN = re.compile(r"[!-~]+")  # what may stand in a header

@@ -10,7 +10,7 @@ from model_check.doctor.check import Check, failed, foreign_words, passed, skipp
 from model_check.doctor.probe import Answer, ask, side_by_side
 from model_check.doctor.remedies import host_remedy
 from model_check.doctor.settings import Limits, Settings
-from model_check.observe.environment import package_versions
+from model_check.record.environment import package_versions
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ PACKAGES = (
     Package("xxhash", "xxhash"),
     Package("filelock", "filelock"),
     Package("tensorboard", "tensorboard"),
-    Package("model_check.cli.rank", "model-check"),
+    Package("model_check.engine.rank", "model-check"),
     Package("transformers", "transformers", needed=False),
     Package("wandb", "wandb", needed=False),
     Package("triton", "triton", needed=False),

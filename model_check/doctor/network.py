@@ -12,7 +12,7 @@ import psutil
 from model_check.doctor.check import Check, failed, passed, warned
 from model_check.doctor.settings import Settings
 from model_check.errors import UsageError
-from model_check.launch.context import DEFAULT_MASTER_PORT, RankContext, foreign_launcher
+from model_check.record.rank_context import DEFAULT_MASTER_PORT, RankContext, foreign_launcher
 
 LOOPBACK = "loopback"
 _BYTES = b"model-check"

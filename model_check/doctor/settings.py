@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from model_check.observe.nvml import Gpu
-from model_check.rundir.cgroups import usable_cores
+from model_check.record.cgroups import usable_cores
+from model_check.record.nvml import Gpu
 
 GIB = 2**30
 MIB = 2**20

@@ -1,1 +1,3 @@
-"""Engine: the train step and the loop around it. May import data, models, checkpoint, observe, plan, config, rundir."""
+"""Engine: the train step and the loop around it. May import config, record, plan, data, models, checkpoint,
+blackbox, numerics.
+"""

@@ -26,7 +26,7 @@ from model_check.errors import UsageError
 from model_check.models import Llama, apply_compile, build_meta_model, initialize, load_pretrained
 from model_check.models.fp8 import apply_fp8
 from model_check.models.loss import plain_linear_cross_entropy
-from model_check.observe.numerics.finite import LocalCheck, watch_replica, watch_shards
+from model_check.numerics.finite import LocalCheck, watch_replica, watch_shards
 from model_check.plan.choice import choose_layout
 from model_check.plan.layout import Layout
 

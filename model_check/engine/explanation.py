@@ -13,8 +13,8 @@ from model_check.engine.inputs import StepInputs
 from model_check.engine.loop import StepInfo
 from model_check.engine.replaying import Replayed
 from model_check.errors import NumericsError
-from model_check.observe.numerics.causes import Cause
-from model_check.observe.numerics.dump import Dumped
+from model_check.numerics.causes import Cause
+from model_check.numerics.dump import Dumped
 
 Row = tuple[int, int]
 """(micro-batch, row): one sample of a step."""

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from model_check.blackbox.box import BOX
+from model_check.blackbox.spans import span
 from model_check.engine.batches import mapped
 from model_check.engine.feed import to_device
 from model_check.engine.inputs import RandomState
@@ -26,8 +28,6 @@ from model_check.engine.passes import WholeModel
 from model_check.engine.replaying import as_it_was
 from model_check.engine.step import TrainStep
 from model_check.errors import UsageError
-from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.spans import span
 
 # Of a gradient's norm. Sums in another order stay far below it; what stays below it does no harm to an average.
 _TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}

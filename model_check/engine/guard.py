@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from model_check.blackbox.box import BOX
+from model_check.blackbox.spans import span
 from model_check.config import Config
 from model_check.engine.batches import named_tensors, sample_count
 from model_check.engine.explanation import Agreed, Explanation, Row
@@ -27,12 +29,10 @@ from model_check.engine.place import Place
 from model_check.engine.replaying import Replayed, Replayer, bad_tensors
 from model_check.engine.step import TrainStep
 from model_check.errors import NumericsError
-from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.spans import span
-from model_check.observe.numerics.banner import banner_lines
-from model_check.observe.numerics.causes import Situation, StepNumbers, judge_cause
-from model_check.observe.numerics.dump import Dumped, write_dump
-from model_check.observe.numerics.ranges import local_part
+from model_check.numerics.banner import banner_lines
+from model_check.numerics.causes import Situation, StepNumbers, judge_cause
+from model_check.numerics.dump import Dumped, write_dump
+from model_check.numerics.ranges import local_part
 
 IGNORED_LABEL = -100
 # In a row: a newer checkpoint is progress, and a long run may meet a bad batch now and then.

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import torch
 
+from model_check.blackbox.spans import span
 from model_check.engine.inputs import RandomState, StepInputs
 from model_check.engine.precision import BACKOFF
 from model_check.engine.step import StepTensors, TrainStep
-from model_check.observe.instrument.spans import span
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from model_check.blackbox.box import BOX
 from model_check.engine.batches import sample_count, samples
 from model_check.engine.inputs import RandomState
 from model_check.engine.passes import Passes, ScaleLoss
 from model_check.engine.place import Place
 from model_check.errors import UsageError
-from model_check.observe.instrument.box import BOX
 from model_check.plan.layout import Layout
 
 TRIED_STEPS = 2

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from model_check.blackbox.spans import span
 from model_check.engine.buckets import pin_buckets
 from model_check.engine.gradient_sums import GradientSums
 from model_check.engine.place import Place
 from model_check.engine.precision import Precision
 from model_check.errors import ModelError
-from model_check.observe.instrument.replicas import REPLICAS
-from model_check.observe.instrument.spans import span
+from model_check.numerics.replicas import REPLICAS
 
 ScaleLoss = Callable[[torch.Tensor], torch.Tensor]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from model_check.blackbox.communication_profiler import CommunicationProfiler
 from model_check.engine.trace_summary import DATA_WAIT, summarize
-from model_check.observe.comms import CommunicationProfiler
-from model_check.rundir import write_json_atomic
+from model_check.record import write_json_atomic
 
 # The first step compiles and allocates; a trace of it describes no other step.
 SKIPPED_STEPS = 2

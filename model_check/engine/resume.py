@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from model_check.blackbox.box import BOX
 from model_check.checkpoint.manifest import Manifest
 from model_check.checkpoint.weight_files import StoredTensor, Weights, clean_name
 from model_check.data import Cursor
 from model_check.errors import CheckpointError
 from model_check.models import own_name
 from model_check.models.distribute import fill
-from model_check.observe.instrument.box import BOX
 
 _MOST_NAMES = 3
 # What else to do about weights that do not fit, by where they were asked for.

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from model_check.blackbox.spans import span
 from model_check.checkpoint.peers import Peers
 from model_check.config import Config
 from model_check.engine.loop import StepInfo
 from model_check.errors import CheckpointError
-from model_check.observe.instrument.spans import span
 
 if TYPE_CHECKING:
     from model_check.checkpoint.saver import Saved, Saver

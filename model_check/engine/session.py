@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from model_check.blackbox.box import BOX
+from model_check.blackbox.spans import span
 from model_check.checkpoint.verify import Checkpoint
 from model_check.config import Config, to_jsonable
 from model_check.data import Cursor, PackedCache
@@ -21,8 +23,6 @@ from model_check.engine import resume
 from model_check.engine.place import Place
 from model_check.engine.step import TrainStep
 from model_check.models import Llama
-from model_check.observe.instrument.box import BOX
-from model_check.observe.instrument.spans import span
 from model_check.plan.layout import Layout
 
 

@@ -14,7 +14,7 @@ from model_check.engine.gradient_norm import whole_norm
 from model_check.engine.passes import Passes, WholeModel
 from model_check.engine.place import Place
 from model_check.engine.precision import LossScale, Precision
-from model_check.observe.numerics.finite import LocalCheck
+from model_check.numerics.finite import LocalCheck
 
 
 @dataclass(frozen=True)

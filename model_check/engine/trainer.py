@@ -28,7 +28,7 @@ from model_check.engine.saving import Saving, open_saver
 from model_check.engine.session import Batches
 from model_check.engine.worker import assemble, fit, open_loader
 from model_check.errors import UsageError
-from model_check.rundir import RunDir, new_run_id
+from model_check.record import RunDir, new_run_id
 
 # A library does not print. What must be seen, a step that is not finite, Python shows on stderr if nobody listens.
 _LOG = logging.getLogger("model_check")

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from model_check.blackbox.spans import span
+from model_check.blackbox.start_marks import MARKS
 from model_check.checkpoint import layout, salvage, search
 from model_check.checkpoint.manifest import MANIFEST, Manifest
 from model_check.checkpoint.peers import Peers
@@ -39,8 +41,6 @@ from model_check.engine.session import Batches, Session, seed_everything
 from model_check.engine.step import TrainStep
 from model_check.errors import CheckpointError, NumericsError, UsageError
 from model_check.models import Llama
-from model_check.observe.instrument.spans import span
-from model_check.observe.start_marks import MARKS
 from model_check.plan.flops import count_flops_per_token
 from model_check.plan.layout import Layout, data_rank
 from model_check.plan.peaks import peak_flops

@@ -23,16 +23,16 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from model_check.launch.console import Console
-from model_check.launch.context import RankContext
-from model_check.launch.failures import FailedRank, first_failure, read_error, weigh
 from model_check.launch.group import RankGroup
-from model_check.launch.hooks import Graces, Hooks, JobEnded, JobStopped, JobView, Outcome
-from model_check.launch.journal import Journal
 from model_check.launch.log_room import LogRoom
 from model_check.launch.logfiles import LogDir
 from model_check.launch.nursery import Nursery, StartRank
 from model_check.launch.signals import StopRequest
-from model_check.rundir import RunDir
+from model_check.record import RunDir
+from model_check.record.journal import Journal
+from model_check.record.rank_context import RankContext
+from model_check.record.rank_exits import FailedRank, first_failure, read_error, weigh
+from model_check.supervise.hooks import Graces, Hooks, JobEnded, JobStopped, JobView, Outcome
 
 POLL_S = 0.1
 # A victim can be seen before the rank that caused it, whose exit may take a moment longer.

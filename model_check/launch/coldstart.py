@@ -7,8 +7,8 @@ import pickle
 import sys
 from contextlib import AbstractContextManager, nullcontext
 
+from model_check.blackbox.gate import Gate, GatePlan
 from model_check.launch.ranks import finish_interpreter, prepare_interpreter, run_entry
-from model_check.observe.gate import Gate, GatePlan
 
 
 def main(fd: int) -> int:

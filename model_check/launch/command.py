@@ -21,18 +21,19 @@ from types import FrameType
 from typing import Any
 
 from model_check.errors import UsageError
-from model_check.launch import orphans, processes
-from model_check.launch.exits import ExitWatcher, ProcessExit, exit_code_recorded
-from model_check.launch.failures import CLEAN_CODES, RankExit
-from model_check.launch.guard import Guard, JobMark
-from model_check.launch.hooks import EndJob
+from model_check.launch import orphans
 from model_check.launch.injection import forget_outer_job
+from model_check.launch.reaper import Guard, JobMark
 from model_check.launch.signals import Requests, handle
-from model_check.launch.supervisor import Supervisor
-from model_check.observe.redaction import redact_argv
-from model_check.rundir import RunDir
-from model_check.rundir.identity import is_near, live_pid
-from model_check.rundir.ring import read_header
+from model_check.record import RunDir
+from model_check.record.process_identity import is_near, live_pid
+from model_check.record.rank_exits import CLEAN_CODES, RankExit
+from model_check.record.redaction import redact_argv
+from model_check.record.ring import read_header
+from model_check.supervise import processes
+from model_check.supervise.hooks import EndJob
+from model_check.supervise.process_exits import ExitWatcher, ProcessExit, exit_code_recorded
+from model_check.supervise.supervisor import Supervisor
 
 _TURN_S = 0.1
 _HANG_GRACE_S = 2.0

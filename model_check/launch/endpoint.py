@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model_check.errors import LaunchError
-from model_check.launch import processes
-from model_check.observe.redaction import redact_argv
+from model_check.record.redaction import redact_argv
+from model_check.supervise import processes
 
 JOIN_S = 600.0  # torch's own limit for hosts to arrive
 _TAKEN_AFTER_S = 4.0  # a store needs time between bind and its first answer

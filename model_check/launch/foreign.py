@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from model_check.blackbox.box import GuardMode
 from model_check.errors import UsageError
-from model_check.launch.context import RankContext
 from model_check.launch.gpus import list_gpus
-from model_check.launch.hooks import Graces
 from model_check.launch.injection import injected_environment
 from model_check.launch.job import JobResult, launch_job
 from model_check.launch.programs import Command
-from model_check.launch.supervisor import Supervisor
-from model_check.observe.instrument.box import GuardMode
-from model_check.rundir import RunDir
+from model_check.record import RunDir
+from model_check.record.rank_context import RankContext
+from model_check.supervise.hooks import Graces
+from model_check.supervise.supervisor import Supervisor
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ def run_script(
     nproc: int,
     run_dir: RunDir,
     supervisor: Supervisor,
+    bootstrap: str,
     guard: GuardMode = "observe",
     start: Literal["cold", "gate"] = "cold",
     memory_limit_gb: float | None = None,
@@ -85,10 +86,11 @@ def run_script(
 ) -> JobResult:
     """Runs the script on `nproc` ranks and returns when all are gone; the verdict is the supervisor's.
 
+    `bootstrap`: the folder whose sitecustomize brings the black box into the ranks.
     `stop_grace_s`: seconds between a request to stop and SIGKILL.
     """
     script.check()
-    env = injected_environment(run_dir, os.environ, guard)
+    env = injected_environment(run_dir, os.environ, bootstrap, guard)
     if nproc > 1 and "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = "1"  # torchrun's choice, so that results do not change
     stdin = os.dup(0)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from model_check.errors import UsageError
-from model_check.observe.nvml import Gpu, GpuProcess, read_gpus
+from model_check.record.nvml import Gpu, GpuProcess, read_gpus
 
 __all__ = ["Gpu", "GpuProcess", "choose_gpus", "list_gpus", "parse_gpu_ids", "visible_gpus"]
 

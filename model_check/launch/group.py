@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from model_check.errors import LaunchError
-from model_check.launch.failures import RankExit
-from model_check.launch.journal import Journal
 from model_check.launch.nursery import Nursery, RankEnded, RankRefused, RankStarted, StartRank
+from model_check.record.journal import Journal
+from model_check.record.rank_exits import RankExit
 
 _STOP_POLL_S = 0.05
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from model_check.launch.guard import RUN_DIR_VARIABLE
-from model_check.observe import inject_path
-from model_check.observe.gate import FOLDER_VARIABLE, LINES_VARIABLE, SLOTS_VARIABLE
-from model_check.observe.instrument.box import GUARD_VARIABLE, RANK_PID_VARIABLE, GuardMode
-from model_check.rundir import RunDir
+from model_check.blackbox.box import GUARD_VARIABLE, RANK_PID_VARIABLE, GuardMode
+from model_check.blackbox.gate import FOLDER_VARIABLE, LINES_VARIABLE, SLOTS_VARIABLE
+from model_check.launch.reaper import RUN_DIR_VARIABLE
+from model_check.record import RunDir
 
 
-def injected_environment(run_dir: RunDir, environ: Mapping[str, str], guard: GuardMode = "observe") -> dict[str, str]:
-    """Where the run directory is, and our folder in front of PYTHONPATH; the user's own path stays behind it.
+def injected_environment(
+    run_dir: RunDir, environ: Mapping[str, str], bootstrap: str, guard: GuardMode = "observe"
+) -> dict[str, str]:
+    """Where the run directory is, and the bootstrap's folder in front of PYTHONPATH, before the user's own path.
 
     `guard`: what happens to a step with numbers that are not finite: it is reported, refused, or not looked for.
     """
@@ -21,7 +22,7 @@ def injected_environment(run_dir: RunDir, environ: Mapping[str, str], guard: Gua
     return {
         RUN_DIR_VARIABLE: str(run_dir.root),
         GUARD_VARIABLE: guard,
-        "PYTHONPATH": os.pathsep.join([inject_path(), *([path] if path else [])]),
+        "PYTHONPATH": os.pathsep.join([bootstrap, *([path] if path else [])]),
     }
 
 

@@ -13,12 +13,9 @@ from typing import Any, Literal, TypeVar
 
 from model_check.errors import LaunchError, UsageError
 from model_check.launch.console import Console, ConsoleOptions
-from model_check.launch.failures import EXIT_STOPPED_AND_SAVED, RankExit, describe
 from model_check.launch.gate import plan_compilations, plan_gate
 from model_check.launch.gpus import Gpu
-from model_check.launch.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome
 from model_check.launch.injection import forget_outer_job
-from model_check.launch.journal import Journal
 from model_check.launch.limits import ResidentWatch, check_address_space
 from model_check.launch.logfiles import LogDir
 from model_check.launch.nursery import Nursery
@@ -27,7 +24,10 @@ from model_check.launch.placement import Hosts, Placement
 from model_check.launch.programs import ColdFunction, Command, Entry, Program, WarmFunction
 from model_check.launch.signals import StopBeforeStart, StopRequest
 from model_check.launch.warmstart import DEFAULT_PRELOAD, preload, why_not_warm
-from model_check.rundir import RunDir
+from model_check.record import RunDir
+from model_check.record.journal import Journal
+from model_check.record.rank_exits import EXIT_STOPPED_AND_SAVED, RankExit, describe
+from model_check.supervise.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome
 
 T = TypeVar("T")
 

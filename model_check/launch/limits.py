@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from model_check.errors import LaunchError
-from model_check.launch.hooks import EndJob, Hooks, JobView
+from model_check.supervise.hooks import EndJob, Hooks, JobView
 
 GB = 10**9
 # Thread stacks, malloc arenas, gloo's buffers and the first step: below this the errors are wild, and some are hangs.

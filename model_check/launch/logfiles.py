@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model_check.errors import LaunchError
-from model_check.rundir import RunDir
+from model_check.record import RunDir
 
 LOG_ROOT = Path("/tmp")
 

@@ -18,41 +18,6 @@ _LABELLED = re.compile(r"\[(?:[\w.-]+:)?(?:GPU|CPU)\d+\] |\[Rank \d+\] LOCK: |\[
 _ETA_OF_A_STEP = re.compile(r"(?<=[\dnf]) \| ETA: [\dd: ?]+(?=$| \| Skipped: )")
 
 
-def step_line(
-    label: str,
-    step: int,
-    max_steps: int,
-    loss: float,
-    lr: float,
-    grad_norm: float,
-    eta_s: float | None,
-    *,
-    lowered_scale: float | None = None,
-) -> str:
-    """`[GPU0] Step [0/100] | Loss: 12.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | ETA: 5:30`.
-
-    `lowered_scale`: the loss scale that the run goes on with, where this step overflowed and was skipped. It stands
-    behind the others, whose order is read by machine.
-    """
-    skipped = "" if lowered_scale is None else f" | Skipped: overflow, loss scale down to {lowered_scale:.15g}"
-    return (
-        f"[{label}] Step [{step}/{max_steps}] | Loss: {loss:.4f} | LR: {lr:.2e} | "
-        f"Grad Norm: {grad_norm:.4f} | ETA: {clock(eta_s)}{skipped}"
-    )
-
-
-def clock(seconds: float | None) -> str:
-    """5:30, 1:02:03, or 2d 3:04:05; `?` where it is not known."""
-    if seconds is None or not 0 <= seconds < float("inf"):
-        return "?"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour}:{minute:02d}:{second:02d}"
-    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
-
-
 def clean(text: str) -> str:
     """One line without anything that could move the cursor, colour the screen or hide text."""
     # A progress bar redraws its line after each carriage return: only the last drawing counts.

@@ -28,9 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model_check.errors import LaunchError
-from model_check.launch import orphans, processes
-from model_check.launch.context import RankContext
-from model_check.launch.failures import CLEAN_CODES
+from model_check.launch import orphans
 from model_check.launch.limits import limit_address_space
 from model_check.launch.programs import Program, WarmFunction
 from model_check.launch.ranks import (
@@ -40,6 +38,9 @@ from model_check.launch.ranks import (
     forget_launcher,
     prepare_interpreter,
 )
+from model_check.record.rank_context import RankContext
+from model_check.record.rank_exits import CLEAN_CODES
+from model_check.supervise import processes
 
 _MESSAGE_BYTES = 1 << 17
 _PARENT_CHECK_S = 1.0

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_check.launch import processes
+from model_check.supervise import processes
 
 KEPT_DAYS = 7
 KEPT_FOLDERS = 20  # beyond these, a day is enough

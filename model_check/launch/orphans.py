@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Iterable
 
-from model_check.launch import processes
+from model_check.supervise import processes
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOADER_WORKER = "pt_data_worker"  # torch's name for DataLoader processes

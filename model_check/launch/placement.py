@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from model_check.launch.context import RankContext, rank_label
 from model_check.launch.gpus import Gpu
-from model_check.rundir import RunDir
+from model_check.record import RunDir
+from model_check.record.rank_context import RankContext, rank_label
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup

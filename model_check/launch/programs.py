@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from model_check.errors import LaunchError
-from model_check.launch.context import RankContext
 from model_check.launch.ranks import run_entry
+from model_check.record.rank_context import RankContext
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from model_check.errors import ModelCheckError
-from model_check.launch.context import RankContext
-from model_check.observe.redaction import redact_text, secret_values
-from model_check.rundir import JsonlWriter, RunDir
+from model_check.record import JsonlWriter, RunDir
+from model_check.record.rank_context import RankContext
+from model_check.record.redaction import redact_text, secret_values
 
 SIGNALS_OF_A_RANK = (
     signal.SIGINT,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from model_check.rundir import RunDir
+from model_check.record import RunDir
 
 FULL = Path("/dev/full")
 SENTENCE = (

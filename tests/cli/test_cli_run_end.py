@@ -64,12 +64,12 @@ def test_a_crash_prints_one_traceback_without_our_frames(tmp_path):
     assert ended.returncode == 1
     said = ended.stdout + ended.stderr
     assert said.count("Traceback (most recent call last)") == 1 and "[rank1]: ValueError: bad sample 17" in said
-    assert "model_check/observe" not in said
+    assert "model_check/blackbox" not in said and "model_check/numerics" not in said
     # Each victim has one line, with the file that holds the rest.
     victims = [line for line in ended.stdout.splitlines() if "lost its peer" in line]
     for line in victims:
         log = Path(line.rpartition("(traceback: ")[2].rstrip(")"))
-        assert "Traceback (most recent call last)" in log.read_text() and "observe/instrument" not in log.read_text()
+        assert "Traceback (most recent call last)" in log.read_text() and "model_check/blackbox" not in log.read_text()
 
 
 def test_ranks_that_fail_alike_print_their_traceback_once(tmp_path):

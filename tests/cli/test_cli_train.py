@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from model_check.rundir.ring import read_ring
+from model_check.record.ring import read_ring
 from tests.conftest import BIN, TINY, Shell
 
 METRICS = {

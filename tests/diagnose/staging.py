@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from model_check.blackbox.recorder import Recorder
 from model_check.diagnose import examine
-from model_check.observe.recorder import Recorder
-from model_check.rundir import Finding, JsonlWriter, RunDir, Verdict
-from model_check.rundir.ring import FLAG_ASYNC, FLAG_NATIVE
+from model_check.record import Finding, JsonlWriter, RunDir, Verdict
+from model_check.record.ring import FLAG_ASYNC, FLAG_NATIVE
 
 T0 = 1000.0
 _DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}

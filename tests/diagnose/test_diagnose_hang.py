@@ -7,7 +7,7 @@ import threading
 import pytest
 from staging import held_up, look
 
-from model_check.rundir.ring import FLAG_ASYNC
+from model_check.record.ring import FLAG_ASYNC
 
 LOADER = "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py"
 TORCH = "/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from model_check.diagnose import examine, render
 from model_check.diagnose.reading import JsonlTail, load
-from model_check.rundir import RunDir, read_json
-from model_check.rundir.ring import HEADER_BYTES, read_header, read_ring
+from model_check.record import RunDir, read_json
+from model_check.record.ring import HEADER_BYTES, read_header, read_ring
 
 FILES = (
     "events/supervisor.jsonl",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from model_check.diagnose.evidence import RankEvidence
 from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
-from model_check.rundir import write_json_atomic
+from model_check.record import write_json_atomic
 
 GIB = 1 << 30
 MESSAGE = (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from staging import Stage
 
 from model_check.diagnose import examine, render
-from model_check.rundir import Finding, JsonlWriter, RunDir
+from model_check.record import Finding, JsonlWriter, RunDir
 
 EVENT: dict[str, Any] = {
     "step": 7,

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from model_check.diagnose import examine
-from model_check.rundir import Verdict
+from model_check.record import Verdict
 
 
 def mismatched(stage):

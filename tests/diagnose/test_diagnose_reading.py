@@ -13,9 +13,10 @@ from staging import T0
 
 from model_check.diagnose import Examiner, examine, load
 from model_check.diagnose.flight import op_name, read_flight
-from model_check.diagnose.frames import Frame, innermost_user, is_user_path
+from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.reading import JsonlTail, Reader, read_fault_text, read_stacks
-from model_check.rundir import JsonlWriter, RunDir
+from model_check.record import JsonlWriter, RunDir
+from model_check.record.user_code import is_user_file
 
 
 def test_an_empty_directory_is_an_empty_run(tmp_path):
@@ -242,7 +243,8 @@ def test_a_mismatch_that_only_the_flight_recorder_saw(stage):
         ("/usr/lib/python3.12/threading.py", False),
         ("/usr/lib/python3/dist-packages/yaml/__init__.py", False),
         ("<frozen importlib._bootstrap>", False),
-        ("/opt/model_check/observe/recorder.py", False),
+        ("/opt/model_check/blackbox/recorder.py", False),
+        ("/opt/model_check/observe/recorder_of_an_earlier_version.py", False),
         ("/opt/model_check/launch/of_another_version.py", False),
         ("/opt/model_check/engine/loop.py", False),
         ("model_check/engine/loop.py", False),
@@ -253,7 +255,7 @@ def test_a_mismatch_that_only_the_flight_recorder_saw(stage):
     ],
 )
 def test_what_counts_as_the_users_own_code(path, user):
-    assert is_user_path(path) is user
+    assert is_user_file(path) is user
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_what_counts_as_the_users_own_code(path, user):
         (("/v/site-packages/torch/x.py", "/home/me/train.py", "/v/bin/torchrun"), "/home/me/train.py"),
         (("/v/lib/model_check/data/packed.py", "/home/me/use.py"), "/home/me/use.py"),
         (
-            ("/v/lib/model_check/observe/a.py", "/v/lib/model_check/engine/loop.py", "/v/lib/model_check/cli/rank.py"),
+            ("/v/lib/model_check/blackbox/a.py", "/v/lib/model_check/engine/loop.py", "/v/lib/model_check/cli/rank.py"),
             "/v/lib/model_check/engine/loop.py",
         ),
         (

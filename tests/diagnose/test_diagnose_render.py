@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model_check.cli.main import main
 from model_check.diagnose import CATALOGUE, errors_page, explain, render
 from model_check.diagnose.render import printable
-from model_check.rundir import Finding, Verdict
+from model_check.record import Finding, Verdict
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 

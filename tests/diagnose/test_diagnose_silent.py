@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from staging import Stage
 
 from model_check.diagnose.warnings_training import grows, spike_in
-from model_check.rundir import Finding, JsonlWriter
+from model_check.record import Finding, JsonlWriter
 
 
 def codes(findings: list[Finding]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from model_check.rundir import write_json_atomic
+from model_check.record import write_json_atomic
 
 
 def test_a_straggler_is_named_by_its_own_time_not_by_the_wall(stage):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model_check.rundir import write_json_atomic
+from model_check.record import write_json_atomic
 
 
 def identify(actor, **fields):

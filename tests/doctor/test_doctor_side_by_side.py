@@ -16,7 +16,7 @@ from model_check.doctor.check import Check
 from model_check.doctor.imports import Package, check_imports
 from model_check.doctor.probe import call, side_by_side
 from model_check.doctor.settings import Settings
-from model_check.rundir.cgroups import granted_cores
+from model_check.record.cgroups import granted_cores
 
 
 def test_the_results_come_in_the_order_of_the_tasks_and_the_tasks_together() -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model_check import DDPTrainer, SimpleModel
+from model_check.blackbox.box import BOX
 from model_check.data.loader import Batch
 from model_check.diagnose import examine
 from model_check.engine.guard import MOST_IN_A_ROW
@@ -23,8 +24,7 @@ from model_check.engine.precision import Precision
 from model_check.engine.step import TrainStep
 from model_check.engine.trainer import TrainResult
 from model_check.errors import NumericsError
-from model_check.observe.instrument.box import BOX
-from model_check.rundir import Finding, RunDir
+from model_check.record import Finding, RunDir
 from tests.marked_lines import line_of
 
 BATCH = 4

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from model_check.blackbox.box import BOX, RANK_PID_VARIABLE
 from model_check.engine.passes import WholeModel
 from model_check.engine.precision import Precision
-from model_check.observe.instrument.box import BOX, RANK_PID_VARIABLE
-from model_check.observe.instrument.replicas import bit_sum
-from model_check.rundir import RunDir, read_jsonl
+from model_check.numerics.replicas import bit_sum
+from model_check.record import RunDir, read_jsonl
 
 
 class Regression(torch.nn.Module):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from model_check.observe.instrument.budget import Choice, Part
-from model_check.observe.instrument.readings import Reading
-from model_check.observe.numerics.finite import LocalCheck
-from model_check.rundir import RunDir, read_jsonl
+from model_check.blackbox.device_numbers import Reading
+from model_check.numerics.budget import Choice, Part
+from model_check.numerics.finite import LocalCheck
+from model_check.record import RunDir, read_jsonl
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,7 +69,7 @@ for step in range(8):
     torch.cuda.set_sync_debug_mode("error" if 2 <= step < bad_step and not waits else "default")
     loss = model(batch).square().mean()
     if spent:
-        from model_check.observe.instrument.steps import of_this_thread
+        from model_check.numerics.step_watchers import of_this_thread
         of_this_thread().guard._own._account.budget._left_s = -1.0
     loss.backward()
     if waits:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from model_check import DDPTrainer, load_config
+from model_check.blackbox.box import BOX
 from model_check.diagnose import examine
 from model_check.engine.arrangement import arrange_llama
 from model_check.engine.inputs import RandomState, StepInputs
@@ -22,9 +23,8 @@ from model_check.engine.precision import Precision
 from model_check.engine.replaying import Replayer
 from model_check.engine.step import TrainStep
 from model_check.errors import NumericsError
-from model_check.observe.instrument.box import BOX
-from model_check.observe.numerics.finite import LocalCheck
-from model_check.rundir import RunDir
+from model_check.numerics.finite import LocalCheck
+from model_check.record import RunDir
 from tests.marked_lines import line_of
 
 pytestmark = [

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from launch_jobs import RunningJob, StartJob
 
-from model_check.rundir import RunDir
+from model_check.record import RunDir
 
 _HERE = Path(__file__).parent
 

@@ -10,8 +10,9 @@ import os
 import sys
 
 from model_check.launch.injection import injected_environment
-from model_check.launch.supervisor import Supervisor
-from model_check.rundir import RunDir, Verdict
+from model_check.numerics.bootstrap import inject_path
+from model_check.record import RunDir, Verdict
+from model_check.supervise.supervisor import Supervisor
 
 
 def main(run_dir: str, mode: str, *words: str) -> int:
@@ -21,12 +22,12 @@ def main(run_dir: str, mode: str, *words: str) -> int:
         from model_check.launch.foreign import ForeignScript, run_script
 
         script = ForeignScript(words[1], words[2:])
-        job = run_script(script, nproc=int(words[0]), run_dir=directory, supervisor=supervisor)
+        job = run_script(script, nproc=int(words[0]), run_dir=directory, supervisor=supervisor, bootstrap=inject_path())
         code, exits = job.exit_code, job.exits
     else:
         from model_check.launch.command import run_command
 
-        environment = injected_environment(directory, os.environ)
+        environment = injected_environment(directory, os.environ, inject_path())
         command = run_command(words, run_dir=directory, env=environment, supervisor=supervisor)
         code, exits = command.exit_code, command.exits
     supervisor.finish("completed" if code == 0 else "failed", exits, code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from model_check.observe.gate import Gate, GatePlan
+from model_check.blackbox.gate import Gate, GatePlan
 
 
 def main(rank: int, mode: str) -> None:

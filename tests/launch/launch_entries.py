@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from model_check.errors import DataError
-from model_check.launch.context import RankContext
+from model_check.record.rank_context import RankContext
 
 
 def _mark(context: RankContext, name: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from model_check.rundir import RunDir, read_jsonl
+from model_check.record import RunDir, read_jsonl
 
 
 def wait_until(what: Callable[[], Any], deadline_s: float = 20.0) -> Any:

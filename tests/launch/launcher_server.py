@@ -12,9 +12,10 @@ from typing import Any
 
 import launch_entries
 
-from model_check.launch import Command, ConsoleOptions, EndJob, Graces, Hooks, JobView, launch_job
+from model_check.launch import Command, ConsoleOptions, launch_job
 from model_check.launch.warmstart import preload
-from model_check.rundir import RunDir
+from model_check.record import RunDir
+from model_check.supervise.hooks import EndJob, Graces, Hooks, JobView
 
 PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo")
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from model_check.observe.recorder import Recorder
+from model_check.blackbox.recorder import Recorder
 
 
 def spin_for_ever() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from model_check.diagnose import render
-from model_check.launch.announcing import Announcements
-from model_check.rundir import Finding, Verdict
+from model_check.record import Finding, Verdict
+from model_check.supervise.announcements import Announcements
 
 _STUCK = Finding(
     "MC204",

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from launch_jobs import StartJob, is_gone, wait_until
 
-from model_check.rundir import read_jsonl
+from model_check.record import read_jsonl
 from tests.conftest import BIN, Shell
 from tests.signals import hear_signals
 

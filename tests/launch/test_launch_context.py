@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_check.errors import UsageError
-from model_check.launch.context import RankContext, first_host, foreign_launcher
 from model_check.launch.gpus import Gpu
+from model_check.record.rank_context import RankContext, first_host, foreign_launcher
 
 HOST = socket.gethostname().split(".")[0]
 GPUS = [Gpu(i, f"GPU-{i}", "H200", 100, 0, 0) for i in (4, 6)]

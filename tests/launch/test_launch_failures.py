@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_check.launch.failures import RankExit, describe, first_failure, is_lost_peer, read_error, signal_name, weigh
-from model_check.rundir import JsonlWriter, RunDir
+from model_check.record import JsonlWriter, RunDir
+from model_check.record.rank_exits import (
+    RankExit,
+    describe,
+    first_failure,
+    is_lost_peer,
+    read_error,
+    signal_name,
+    weigh,
+)
 
 NO_LOG = Path("/nonexistent")
 

@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 
 from model_check.errors import UsageError
-from model_check.launch import processes
 from model_check.launch.command import run_command
 from model_check.launch.foreign import ForeignScript
-from model_check.launch.guard import RUN_DIR_VARIABLE
+from model_check.launch.reaper import RUN_DIR_VARIABLE
 from model_check.launch.signals import REPEATED_WITHIN_S
-from model_check.launch.supervisor import Supervisor
-from model_check.rundir import RunDir, Verdict, read_jsonl
+from model_check.record import RunDir, Verdict, read_jsonl
+from model_check.supervise import processes
+from model_check.supervise.supervisor import Supervisor
 from tests.signals import hear_signals
 
 _HERE = Path(__file__).parent
-_RING = "from pathlib import Path; import os\nfrom model_check.observe.recorder import Recorder\n"
+_RING = "from pathlib import Path; import os\nfrom model_check.blackbox.recorder import Recorder\n"
 
 
 class Launched:
@@ -136,7 +136,7 @@ def test_ranks_see_what_torchrun_would_show_them(tmp_path: Path, launch: Callabl
         assert (mine["RANK"], mine["LOCAL_RANK"], mine["WORLD_SIZE"]) == (str(rank), str(rank), "2")
         assert mine["argv"] == ["--nproc", "5", "--", "-m", "a b"]
         assert mine["MODEL_CHECK_RUN_DIR"] == str(job.run_dir.root)
-        assert mine["first_path"].endswith("model_check/observe/inject")
+        assert mine["first_path"].endswith("model_check/numerics/inject")
         assert mine["port"] and mine["CUDA_VISIBLE_DEVICES"] == ""
     assert told["[CPU0]"]["stdin"] == "from the launcher\n"
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_jobs import wait_until
 
+from model_check.blackbox.gate import Gate, GatePlan
 from model_check.errors import UsageError
 from model_check.launch.gate import IMPORT_NEED_BYTES, free_memory, patience, slot_count
-from model_check.observe.gate import Gate, GatePlan
 from tests.conftest import Shell
 
 _HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from model_check.errors import UsageError
 from model_check.launch.gpus import Gpu, choose_gpus, parse_gpu_ids, visible_gpus
-from model_check.observe.nvml import driver_versions, read_gpus
+from model_check.record.nvml import driver_versions, read_gpus
 
 
 def _gpu(index: int, used: int = 0, load: int | None = 0) -> Gpu:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from launch_jobs import wait_until
 
-from model_check.rundir import read_jsonl
+from model_check.record import read_jsonl
 from tests.conftest import BIN, TINY, Shell
 from tests.signals import hear_signals
 

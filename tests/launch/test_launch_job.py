@@ -11,7 +11,7 @@ import pytest
 from launch_jobs import StartJob, is_gone, wait_until
 
 from model_check.launch.signals import REPEATED_WITHIN_S
-from model_check.rundir import read_jsonl
+from model_check.record import read_jsonl
 
 
 @pytest.mark.parametrize("start", ["warm", "cold"])

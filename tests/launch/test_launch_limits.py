@@ -13,8 +13,6 @@ import pytest
 from launch_jobs import wait_until
 
 from model_check.errors import LaunchError
-from model_check.launch.hooks import EndJob, Hooks, JobView
-from model_check.launch.journal import Journal
 from model_check.launch.limits import (
     GB,
     ResidentWatch,
@@ -22,7 +20,9 @@ from model_check.launch.limits import (
     held_bytes,
     low_memory_variables,
 )
-from model_check.rundir import RunDir, read_jsonl
+from model_check.record import RunDir, read_jsonl
+from model_check.record.journal import Journal
+from model_check.supervise.hooks import EndJob, Hooks, JobView
 from tests.conftest import Shell
 
 HOLD = "import sys; held = bytearray(300_000_000); print('ready', flush=True); sys.stdin.read()"
@@ -132,7 +132,7 @@ def test_the_watch_leaves_a_rank_below_its_limit_alone(holder: subprocess.Popen[
 WATCHED = """
 import sys
 from model_check.launch import Command, Gpu, launch_job
-from model_check.rundir import RunDir
+from model_check.record import RunDir
 
 large = "import os, time; held = bytearray(300_000_000 if os.environ['RANK'] == '1' else 0); time.sleep(60)"
 gpus = [Gpu(n, f"GPU-{n}", "pretend", 0, 0, None) for n in range(2)]

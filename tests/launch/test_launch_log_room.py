@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from model_check.launch.log_room import RESERVED, LogRoom
-from model_check.rundir import Verdict
+from model_check.record import Verdict
 from tests.conftest import ROOT
 
 SCRIPT = """

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from model_check.cli.main import main
 from model_check.launch.oldlogs import _NAME, remove_old_logs
-from model_check.rundir import RunDir
+from model_check.record import RunDir
 
 _NOW = 2_000_000_000.0
 _DAY = 86400.0

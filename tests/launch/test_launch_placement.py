@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from model_check.launch.context import RankContext
 from model_check.launch.gpus import Gpu, visible_gpus
 from model_check.launch.placement import Hosts, Placement
 from model_check.launch.ranks import threads_named_by
-from model_check.rundir import RunDir
+from model_check.record import RunDir
+from model_check.record.rank_context import RankContext
 
 _MACHINE = [Gpu(i, f"GPU-{i}", "H200", 100, 0, 0) for i in range(8)]
 _HOST = socket.gethostname().split(".")[0]

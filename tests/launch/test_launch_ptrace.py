@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from launch_jobs import wait_until
 
-from model_check.launch import processes, stacks
+from model_check.supervise import processes, stacks
 from tests.conftest import ROOT
 
 _HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from model_check.diagnose import examine
-from model_check.rundir import RunDir, read_json
+from model_check.record import RunDir, read_json
 
 _FAILS = "import sys; print('it ran'); sys.exit(3)"
 

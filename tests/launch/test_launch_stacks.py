@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from model_check.launch import stacks
-from model_check.launch.stacks import Frame, ThreadStack, is_user_file
+from model_check.record.user_code import is_user_file
+from model_check.supervise import stacks
+from model_check.supervise.stacks import Frame, ThreadStack
 
 _PACKAGE = str(Path(stacks.__file__).parents[1])
 
@@ -31,7 +32,7 @@ def _thread(*files: str) -> ThreadStack:
         ("/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", False),
         ("/usr/lib/python3.12/threading.py", False),
         (f"{_PACKAGE}/engine/loop.py", False),
-        ("/opt/another/copy/of/model_check/observe/instrument/training.py", False),
+        ("/opt/another/copy/of/model_check/blackbox/step_phases.py", False),
         ("/home/me/model_check/train.py", True),
         ("<frozen importlib._bootstrap>", False),
         ("", False),
@@ -64,9 +65,9 @@ def test_a_command_beside_the_interpreter_is_no_users_file(tmp_path: Path) -> No
 def test_our_own_trainer_is_a_program_too() -> None:
     frame = _thread(
         "/v/site-packages/torch/optim/optimizer.py",
-        f"{_PACKAGE}/observe/instrument/spans.py",
+        f"{_PACKAGE}/blackbox/spans.py",
         f"{_PACKAGE}/engine/loop.py",
-        f"{_PACKAGE}/cli/rank.py",
+        f"{_PACKAGE}/engine/rank.py",
         f"{_PACKAGE}/launch/nursery.py",
         f"{Path(sys.executable).parent}/model-check",
     ).user_frame()

@@ -18,7 +18,7 @@ from model_check.launch.logfiles import LogDir
 from model_check.launch.programs import ColdFunction
 from model_check.launch.signals import REPEATED_WITHIN_S, Requests, StopBeforeStart, StopRequest
 from model_check.launch.warmstart import preload, why_not_warm
-from model_check.rundir import RunDir
+from model_check.record import RunDir
 
 
 def test_a_module_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from model_check.launch.failures import RankExit
-from model_check.launch.hooks import EndJob
-from model_check.launch.supervisor import Limits, Supervisor
-from model_check.rundir import Finding, JsonlWriter, RunDir, Verdict, read_json, read_jsonl
+from model_check.record import Finding, JsonlWriter, RunDir, Verdict, read_json, read_jsonl
+from model_check.record.rank_exits import RankExit
+from model_check.supervise.hooks import EndJob
+from model_check.supervise.supervisor import Limits, Supervisor
 
 _RANK = Path(__file__).with_name("pretend_rank.py")
 # The life of a stall in tenths of seconds: the same machine, with less patience.

@@ -19,15 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_jobs import wait_until
 
-from model_check.launch import processes, stacks
-from model_check.launch.exits import ExitWatcher, decode_wait_status
-from model_check.launch.memorykills import KernelLog, MemoryKill, kill_count, memory_limit, parse_kill
-from model_check.launch.pulse import Pulse
-from model_check.launch.waiting import Standing, standings, waiting_line
-from model_check.observe.recorder import Recorder
-from model_check.rundir import RunDir
-from model_check.rundir.cgroups import memory_cgroups
-from model_check.rundir.ring import FLAG_ASYNC
+from model_check.blackbox.recorder import Recorder
+from model_check.record import RunDir
+from model_check.record.cgroups import memory_cgroups
+from model_check.record.ring import FLAG_ASYNC
+from model_check.record.user_code import is_user_file
+from model_check.supervise import processes, stacks
+from model_check.supervise.memorykills import KernelLog, MemoryKill, kill_count, memory_limit, parse_kill
+from model_check.supervise.process_exits import ExitWatcher, decode_wait_status
+from model_check.supervise.pulse import Pulse
+from model_check.supervise.waiting import Standing, standings, waiting_line
 
 
 @pytest.fixture
@@ -232,7 +233,7 @@ def test_any_text_can_be_given_to_the_faulthandler_reader(text: str) -> None:
     ],
 )
 def test_which_files_are_the_users(path: str, is_user: bool) -> None:
-    assert stacks.is_user_file(path) is is_user
+    assert is_user_file(path) is is_user
 
 
 @pytest.mark.parametrize(

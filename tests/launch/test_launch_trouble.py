@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model_check.launch.supervisor import Supervisor
-from model_check.rundir import RunDir, Verdict
+from model_check.record import RunDir, Verdict
+from model_check.supervise.supervisor import Supervisor
 from tests.conftest import Shell
 
 SCRIPT = """\

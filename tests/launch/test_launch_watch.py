@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from model_check.cli.main import main
-from model_check.launch.watch import watch_of
-from model_check.rundir import RunDir
+from model_check.record import RunDir
+from model_check.supervise.run_liveness import watch_of
 
 # In the interpreter's own words, so that the ranks need no torch and start at once.
 _RANK = "import time\nprint('up', flush=True)\ntime.sleep(100)\n"

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from model_check import DDPTrainer, FSDPTrainer
+from model_check.blackbox.box import BOX
 from model_check.diagnose import examine
 from model_check.errors import UsageError
-from model_check.observe.instrument.box import BOX
-from model_check.rundir import Finding, RunDir
+from model_check.record import Finding, RunDir
 from tests.models.test_models_parallelize import on_ranks
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from model_check import DDPTrainer, FSDPTrainer
+from model_check.blackbox.box import BOX
 from model_check.diagnose import examine
 from model_check.errors import NumericsError
-from model_check.observe.instrument.box import BOX
-from model_check.rundir import RunDir, Verdict
+from model_check.record import RunDir, Verdict
 from tests.marked_lines import line_of
 from tests.models.test_models_parallelize import on_ranks
 

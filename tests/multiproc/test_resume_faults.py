@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_check.rundir import RunDir
-from model_check.rundir.ring import read_ring
+from model_check.record import RunDir
+from model_check.record.ring import read_ring
 from tests.conftest import BIN, TINY, Outcome, Shell
 
 

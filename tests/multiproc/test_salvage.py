@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_check.rundir import read_jsonl
+from model_check.record import read_jsonl
 from tests.conftest import BIN, TINY, Shell
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from model_check.rundir.start_marks import CHECKPOINTS
+from model_check.record.start_marks import CHECKPOINTS
 from tests.conftest import BIN, ROOT, TINY, Shell
 
 SETS = [word for value in TINY for word in ("--set", value)]

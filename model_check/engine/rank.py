@@ -1,0 +1,231 @@
+"""What one rank of `model-check train` does: the entry that the launcher starts, or torchrun's process itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model_check.blackbox import outofmemory, resident_memory
+from model_check.blackbox.box import BOX
+from model_check.blackbox.memory_marks import MemoryMarks
+from model_check.blackbox.spans import span
+from model_check.blackbox.start_marks import MARKS
+from model_check.checkpoint.peers import Peers
+from model_check.config import Config, to_jsonable
+from model_check.data import load_tokenizer, prepare
+from model_check.engine.data_spec import data_spec
+from model_check.engine.loop import StepInfo
+from model_check.engine.metrics import MetricsWriter, Sink, TensorBoardSink, WandbSink
+from model_check.engine.place import Place, join, leave
+from model_check.engine.preflight import check_data
+from model_check.engine.profile import profiled
+from model_check.engine.rank_start import begin_rank, print_line
+from model_check.engine.saving import Saving, open_saver
+from model_check.engine.worker import build, continue_from, fit, open_loader
+from model_check.record import RunDir
+from model_check.record.host_lock import in_turn
+from model_check.record.rank_context import RankContext
+from model_check.record.step_lines import step_line
+
+EXIT_SAVED = 75
+
+
+@dataclass(frozen=True)
+class TrainOrder:
+    """What the launcher tells every rank; plain data, so that it can be pickled."""
+
+    config: Config
+    resume: str | None = None
+    save: bool = True
+    verbose_init: bool = False
+
+
+class _StopFlag:
+    """Remembers that this rank was asked to stop; the ranks agree on the step in the reduction they share anyway."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._remember)
+        # Ctrl-C reaches the whole foreground group; the launcher passes it on as SIGTERM.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.number = number
+
+    def __call__(self) -> bool:
+        return self.number is not None
+
+
+@contextlib.contextmanager
+def _metrics(order: TrainOrder, place: Place, run_dir: RunDir) -> Iterator[MetricsWriter | None]:
+    """Rank 0 alone writes metrics and talks to trackers."""
+    if not place.is_first:
+        yield None
+        return
+    with MARKS.calling("WandbLogger constructor" if order.config.logging.wandb else "MetricsWriter constructor"):
+        writer = _open_writer(order, place, run_dir)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def _open_writer(order: TrainOrder, place: Place, run_dir: RunDir) -> MetricsWriter:
+    sinks: dict[str, Callable[[], Sink]] = {}
+    if order.config.logging.tensorboard:
+        sinks["tensorboard"] = lambda: TensorBoardSink(run_dir.root / "tensorboard")
+    if order.config.logging.wandb:
+        sinks["wandb"] = lambda: WandbSink(run_dir.root, to_jsonable(order.config)["values"])
+
+    def say_once(name: str, error: Exception) -> None:
+        if BOX.unwritten(name, error):
+            print_line(f"[{place.label}] {name} cannot be written ({error}); training goes on")
+
+    return MetricsWriter(run_dir.metrics, sinks, say_once)
+
+
+def _lineage_of(run_dir: RunDir) -> Path | None:
+    """The lineage that this run directory has saved into before, if it was used before."""
+    return run_dir.checkpoints.resolve() if run_dir.checkpoints.is_dir() else None
+
+
+def _remember_lineage(run_dir: RunDir, lineage: Path) -> None:
+    try:
+        run_dir.checkpoints.unlink(missing_ok=True)
+        run_dir.checkpoints.symlink_to(lineage.resolve())
+    except OSError as error:
+        BOX.unwritten(run_dir.checkpoints.name, error)
+
+
+def _error_dir(order: TrainOrder, run_dir: RunDir, saving: Saving | None) -> Path | None:
+    """Where a failing rank leaves what it holds."""
+    if saving is not None:
+        return saving.folder
+    return Path(order.config.checkpoint.dir) / run_dir.root.name if order.save else None
+
+
+def train_rank(context: RankContext, order: TrainOrder) -> None:
+    """Trains as one rank. Asked to stop, it exits with 75 after a save, or with 143."""
+    try:
+        _train(context, order)
+    except Exception as error:
+        outofmemory.note(error)  # while its frames still hold what filled the memory
+        raise
+
+
+def _train(context: RankContext, order: TrainOrder) -> None:
+    config = order.config
+    run_dir = RunDir(Path(context.run_dir))
+    begin_rank(context, verbose=order.verbose_init)
+    stop = _StopFlag()
+    place = Place(
+        context.rank, context.world_size, torch.device(context.device), context.label, context.local_world_size
+    )
+    threads = max(1, torch.get_num_threads() // context.local_world_size) if place.device.type == "cpu" else 1
+    torch.set_num_threads(threads)
+
+    def say(line: str) -> None:
+        print_line(f"[{context.label}] {line}")
+
+    marks = MemoryMarks(say)
+    marks.reach("START")
+    MARKS.say_environment()
+    MARKS.say_device("at the start")
+    MARKS.passed(3)
+    # One rank of a host fetches and builds, the others find it done; nobody waits for it in a collective.
+    with MARKS.calling("load_tokenizer and prepare"), contextlib.ExitStack() as turn:
+        with span("gate", "its turn to prepare the data"):
+            turn.enter_context(in_turn(run_dir.root / "start" / f"{os.uname().nodename}.lock"))
+        load_tokenizer(config.data.tokenizer)
+        data = prepare(data_spec(config))
+    check_data(config, place.world_size, data)
+    MARKS.passed(4)
+    with MARKS.calling(f"init_process_group with backend={config.system.backend or 'auto'}"):
+        join(
+            place,
+            backend=config.system.backend,
+            timeout_s=config.system.timeout_s,
+            host_tensors=config.fsdp.cpu_offload,
+        )
+    marks.reach("POST-IMPORT")
+    with MARKS.calling(f"build with strategy={config.parallel.strategy}"):
+        built = build(config, place)
+    session = built.with_data(open_loader(config, place, data.train), data.valid)
+    MARKS.passed(7)
+    marks.reach("POST-MODEL")
+    if place.is_first and place.world_size > 1:
+        say(f"layout: {session.layout.describe()}")
+    saves = order.save and config.checkpoint.interval > 0
+    peers = Peers() if saves or order.resume else None
+    with MARKS.calling(f"resume from {order.resume}") if order.resume else contextlib.nullcontext():
+        lineage, notes = continue_from(order.resume, session, peers, lineage=_lineage_of(run_dir))
+    if place.is_first:
+        for note in notes:
+            say(f"resume: {note}")
+        if order.resume and session.first_step >= config.training.max_steps:
+            say(f"resume: nothing left to do, training.max_steps is {config.training.max_steps}")
+    saving = None
+    if saves and peers is not None:
+        saver = open_saver(config, peers, lineage=lineage, name=run_dir.root.name, origin=session.continued)
+        saving = Saving(session, saver, last_step=config.training.max_steps, say=say)
+        if place.is_first:
+            _remember_lineage(run_dir, saver.lineage)
+            if saver.shared is not None:
+                say(f"checkpoint: another run saves into {saver.shared}; this one saves into {saver.lineage}")
+    MARKS.passed(8)
+    traced = config.training.profile and place.rank in config.training.profile_ranks
+    trace_dir = run_dir.root / "profile" if traced else None
+    with _metrics(order, place, run_dir) as metrics, profiled(trace_dir, place.rank, say) as step_done:
+        MARKS.passed(9)
+        resident_memory.mark("assembled")
+        MARKS.passed(10)
+
+        def on_step(info: StepInfo) -> None:
+            marks.reach("FIRST-STEP")
+            if metrics is not None:
+                metrics.write(info.record())
+            if info.step % config.training.log_interval == 0 or info.step == config.training.max_steps - 1:
+                print_line(
+                    step_line(
+                        context.label,
+                        info.step,
+                        config.training.max_steps,
+                        info.loss,
+                        info.lr,
+                        info.grad_norm,
+                        info.eta_s,
+                        lowered_scale=info.lowered_scale,
+                    )
+                )
+            if info.val_loss is not None and place.is_first:
+                say(f"Eval [{info.step}/{config.training.max_steps}] | Val Loss: {info.val_loss:.4f}")
+            step_done()
+
+        MARKS.say_device("before training")
+        MARKS.passed(11)
+        with MARKS.calling("fit"):
+            last = fit(
+                session,
+                on_step=on_step,
+                saving=saving,
+                error_dir=_error_dir(order, run_dir, saving),
+                dumps_dir=run_dir.dumps_dir,
+                say=say,
+                show=print_line,
+                stop_requested=stop,
+            )
+        MARKS.passed(12)
+        MARKS.say_device("after training")
+    leave()
+    if last is not None and last.stop:
+        saved = saving is not None and saving.committed == last.step
+        say("stopped by request" + (", state saved" if saved else ""))
+        sys.exit(EXIT_SAVED if saved else 128 + signal.SIGTERM)

@@ -1,0 +1,79 @@
+"""What an optimizer is about to apply: its gradients, how large the ones that are looked at are, and its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from model_check.blackbox.device_numbers import Reading, gradient_of, local, norms_of, reading_of
+from model_check.numerics.ranges import checkable, is_finite
+
+_SMALL = 1 << 14
+_FIRST_FEW = 4  # parameters
+_FEW = 512  # numbers
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The parameters of an optimizer whose gradients are looked at: one of the first in every step, all in turn."""
+
+    early: tuple[Any, ...]
+    all: list[Any]
+
+    @classmethod
+    def of(cls, optimizer: Any) -> Probed:
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not is_lazy(p)]
+        few = trained[:_FIRST_FEW]
+        # The very first lies before every pole. Where it is too large to be read whole (an embedding, of which a batch
+        # uses some rows), the smallest of the next (a bias, a norm) sums over every sample, at the smallest price.
+        if few and few[0].numel() > _SMALL:
+            few.sort(key=lambda p: int(p.numel()))
+        return cls(tuple(few), trained)
+
+
+def size_of(parameter: Any) -> Reading | None:
+    """The norm of a gradient, or of the head of a large one."""
+    gradient = gradient_of(parameter)
+    if gradient is None or not (numbers := gradient.numel()):
+        return None
+    if gradient.is_cpu and gradient.dim() == 1 and numbers <= _FEW and gradient.is_floating_point():
+        return Reading(math.hypot(*gradient.tolist()))  # operations of torch's cost more than so few numbers
+    part = gradient.detach() if numbers <= _SMALL else gradient.detach().reshape(-1)[:_SMALL]
+    return reading_of(torch.linalg.vector_norm(part, dtype=_WIDE.get(part.dtype)))
+
+
+def all_sizes(parameters: list[Any]) -> list[Reading]:
+    """The norms of all gradients, waited for."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = gradient_of(parameter)
+        if gradient is not None and gradient.numel():
+            by_device.setdefault(gradient.device, []).append(gradient.detach())
+    norms = [found for gradients in by_device.values() if (found := norms_of(gradients)) is not None]
+    return [Reading(norm) for found in norms for norm in found.value()]
+
+
+def given_to(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def gradients_finite(parameters: Iterable[Any]) -> bool:
+    """Looks at all of them: asked only where something is known to be wrong."""
+    gradients = map(gradient_of, parameters)
+    return all(is_finite(gradient) for gradient in gradients if gradient is not None and checkable(gradient))
+
+
+def weights_finite(parameters: Iterable[Any]) -> bool:
+    weights = map(local, parameters)
+    return all(is_finite(weight) for weight in weights if weight is not None and checkable(weight))
+
+
+def learning_rate(optimizer: Any) -> float:
+    rate = optimizer.param_groups[0].get("lr", math.nan)
+    return float(rate) if isinstance(rate, (int, float)) else math.nan

@@ -1,0 +1,414 @@
+"""The black box on disk: a ring of fixed-size breadcrumbs in a memory-mapped file, readable after SIGKILL.
+
+    offset 0       header: JSON, padded with NUL to HEADER_BYTES (who wrote this, and the sizes below)
+    HEADER_BYTES   string table: u16 length + UTF-8, appended once per distinct string; its index is the string's id
+    + strings      `capacity` records of RECORD.size bytes; record number s lives in slot s % capacity
+
+A record starts and ends with its own sequence number: a record whose two numbers differ was being written when its
+process died, and is left out. Times are CLOCK_MONOTONIC, which all processes of one host share.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from model_check.record.files import open_regular
+
+VERSION = 1
+HEADER_BYTES = 4096
+STRINGS_BYTES = 256 * 1024
+CAPACITY = 8192
+MAX_DIMS = 4
+
+# sequence, time_ns, event, phase, op, dtype, step, file, line, function, detail, span, thread, peer,
+# collective_seq, group, flags, bytes, ndim, dims[4], sequence again
+RECORD = struct.Struct("<QQBBBBiIIIIQIiIHHQB3x4I4xQ")
+# The same record as writers pack it: event, phase, op and dtype as one number (see `kind`); a phase leaves the fields
+# of a collective zero. Each field costs a writer 25 ns, so it packs no more than it has.
+PHASE_RECORD = struct.Struct("<QQIiIIIIQIi40xQ")
+COLLECTIVE_RECORD = struct.Struct("<QQIiIIIIQIiIHHQB3x4I4xQ")
+
+BEGIN, END, POINT = 1, 2, 3
+EVENTS = {BEGIN: "begin", END: "end", POINT: "point"}
+
+# Codes are part of the file format: append, never renumber.
+PHASES = (
+    "none",
+    "start",  # interpreter up, before the process group
+    "import",
+    "init",  # init_process_group, new_group: waiting for peers to join
+    "data",  # the loader's next()
+    "forward",
+    "backward",
+    "optimizer",
+    "collective",
+    "p2p",
+    "barrier",
+    "save",
+    "load",
+    "hub",
+    "tracker",
+    "eval",
+    "step",  # a POINT at the end of each optimizer step
+    "compile",
+    "store",
+    "exit",
+    "model",
+    "gate",
+    "input",  # waiting for standard input
+)
+OPS = (
+    "none",
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+    "monitored_barrier",
+    "broadcast_object",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object",
+    "reduce_object",
+    "batch_p2p",
+    "new_group",
+    "other",
+)
+DTYPES = (
+    "none",
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int8",
+    "uint8",
+    "int16",
+    "int32",
+    "int64",
+    "bool",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "other",
+)
+
+
+def kind(event: int, phase: int, op: int = 0, dtype: int = 0) -> int:
+    """What a record is, in one number."""
+    return event | phase << 8 | op << 16 | dtype << 24
+
+
+MEMBERS_ONLY = (
+    "members only"  # in the detail of a new_group that its members make alone; other ranks know nothing of it
+)
+UNIT = "for "  # prefix of a gather's detail, before the module whose parameters it gathers
+TAG = "tag "  # prefix of a message's detail, before a tag other than 0
+REDUCES_BY = "by "  # begins the detail of a collective that reduces by something other than a sum
+FLAG_ASYNC = 1
+FLAG_NATIVE = 2  # started by C++ (DDP's reducer, FSDP), seen through the process group rather than a Python call
+
+
+class Crumb(NamedTuple):
+    """One record of the ring, with its strings resolved. A tuple, because a full ring holds thousands of them."""
+
+    seq: int
+    time_ns: int
+    event: str
+    phase: str
+    op: str
+    dtype: str
+    step: int  # optimizer steps completed so far
+    collective_seq: int  # per group; for point-to-point per (group, operation, peer)
+    group: str
+    flags: int
+    bytes: int
+    shape: tuple[int, ...]
+    file: str
+    line: int
+    function: str
+    detail: str
+    span: int  # for an END: the sequence number of its BEGIN
+    thread: int  # native id; the main thread's is the process id
+    peer: int
+
+    @property
+    def site(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else ""
+
+
+@dataclass
+class RingReading:
+    """A ring as found: its header, the records still in it, oldest first, and what was damaged."""
+
+    path: Path
+    header: dict[str, Any] = field(default_factory=dict)
+    crumbs: list[Crumb] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+
+    @property
+    def first_seq(self) -> int:
+        """Nothing before this number is known any more; never match past it."""
+        return self.crumbs[0].seq if self.crumbs else 0
+
+    @property
+    def wrapped(self) -> bool:
+        return self.first_seq > 1
+
+    def open_spans(self) -> list[Crumb]:
+        """BEGINs without an END, oldest first: what the process was in the middle of."""
+        return open_spans(self.crumbs)
+
+
+def open_spans(crumbs: Iterable[Crumb]) -> list[Crumb]:
+    """BEGINs without an END, oldest first."""
+    begun: dict[int, Crumb] = {}
+    for crumb in crumbs:
+        if crumb.event == "begin":
+            begun[crumb.seq] = crumb
+        elif crumb.event == "end":
+            begun.pop(crumb.span, None)
+    return list(begun.values())
+
+
+def _all_codes(names: tuple[str, ...]) -> list[str]:
+    """A name for every value of a byte: a ring of a newer version stays readable."""
+    return [names[code] if code < len(names) else f"code-{code}" for code in range(256)]
+
+
+_EVENT_NAMES = _all_codes(("none", *EVENTS.values()))
+_PHASE_NAMES = _all_codes(PHASES)
+_OP_NAMES = _all_codes(OPS)
+_DTYPE_NAMES = _all_codes(DTYPES)
+
+
+class _Strings:
+    """The string table, read as far as it has been written; `text` reads on when it meets a newer id."""
+
+    def __init__(self, data: bytes | mmap.mmap, end: int) -> None:
+        self._data = data
+        self._end = end
+        self._at = HEADER_BYTES
+        self._known = [""]
+
+    def text(self, index: int) -> str:
+        try:
+            return self._known[index]
+        except IndexError:
+            self._read_on()
+        return self._known[index] if index < len(self._known) else "?"
+
+    def _read_on(self) -> None:
+        while self._at + 2 <= self._end:
+            length = int.from_bytes(self._data[self._at : self._at + 2], "little")
+            stop = self._at + 2 + length
+            if length == 0 or stop > self._end:
+                return
+            self._known.append(bytes(self._data[self._at + 2 : stop]).decode("utf-8", "replace"))
+            self._at = stop
+
+
+def _crumb(values: tuple[int, ...], text: Callable[[int], str]) -> Crumb:
+    return Crumb(
+        values[0],
+        values[1],
+        _EVENT_NAMES[values[2]],
+        _PHASE_NAMES[values[3]],
+        _OP_NAMES[values[4]],
+        _DTYPE_NAMES[values[5]],
+        values[6],
+        values[14],
+        text(values[15]),
+        values[16],
+        values[17],
+        values[19 : 19 + min(values[18], MAX_DIMS)],
+        text(values[7]),
+        values[8],
+        text(values[9]),
+        text(values[10]),
+        values[11],
+        values[12],
+        values[13],
+    )
+
+
+def _parse_header(raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw.rstrip(b"\0"))
+    except (ValueError, RecursionError):
+        return {}
+    return header if isinstance(header, dict) and header.get("magic") == "MCRING" else {}
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header alone: cheap enough to poll. Empty where the file is missing or not a ring."""
+    try:
+        with open_regular(path) as file:
+            return _parse_header(file.read(HEADER_BYTES))
+    except OSError:
+        return {}
+
+
+def _layout(header: dict[str, Any]) -> tuple[int, int]:
+    """Where the records start, and how many slots there are; (0, 0) for a header that makes no sense."""
+    capacity, strings_bytes = header.get("capacity"), header.get("strings_bytes")
+    if not isinstance(capacity, int) or not isinstance(strings_bytes, int) or capacity < 1 or strings_bytes < 0:
+        return 0, 0
+    return HEADER_BYTES + strings_bytes, capacity
+
+
+def read_ring(path: Path) -> RingReading:
+    """Everything that can still be read from a ring, whatever happened to its writer."""
+    reading = RingReading(path)
+    try:
+        with open_regular(path) as file:
+            data = file.read()
+    except OSError as error:
+        reading.damage.append(f"{path.name}: cannot be read ({error.strerror})")
+        return reading
+    reading.header = _parse_header(data[:HEADER_BYTES])
+    start, capacity = _layout(reading.header)
+    if not capacity:
+        reading.damage.append(f"{path.name}: not a black box, or its header was never finished")
+        return reading
+    slots = max(0, min(capacity, (len(data) - start) // RECORD.size))
+    if slots < capacity:
+        reading.damage.append(f"{path.name}: cut short, {capacity - slots} of {capacity} slots are missing")
+    text = _Strings(data, min(start, len(data))).text
+    records = memoryview(data)[start : start + slots * RECORD.size]
+    for slot, values in enumerate(RECORD.iter_unpack(records)):
+        seq, commit = values[0], values[-1]
+        if seq == 0 and commit == 0:
+            continue
+        if seq != commit or (seq - 1) % capacity != slot:
+            reading.damage.append(f"{path.name}: record {seq} was being written when its process died")
+            continue
+        reading.crumbs.append(_crumb(values, text))
+    reading.crumbs.sort()
+    return reading
+
+
+class RingTail:
+    """Follows a ring while it is written: each `poll` returns the records that appeared since the last one.
+
+    A rank that restarts replaces the file; `poll` then starts over on the new one, and `generation` counts this.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = 0
+        self.lost = 0  # records overwritten before they were read
+        self._header: dict[str, Any] = {}
+        self._map: mmap.mmap | None = None
+        self._inode = (-1, -1)
+        self._seen = 0
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Re-read each time: a writer adds what it learns later. Empty while there is no ring."""
+        return (_parse_header(self._map[:HEADER_BYTES]) or self._header) if self._attach() and self._map else {}
+
+    def _attach(self) -> bool:
+        """Maps the file that is at the path now; False where there is none that can be used."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return self._map is not None
+        inode = (found.st_dev, found.st_ino)
+        if inode == self._inode and self._map is not None:
+            return True
+        try:
+            with open_regular(self.path) as file:
+                fresh = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):
+            return False
+        header = _parse_header(fresh[:HEADER_BYTES])
+        start, capacity = _layout(header)
+        if not capacity or len(fresh) < start + capacity * RECORD.size:
+            fresh.close()
+            return False
+        self.close()
+        self._map, self._inode, self._header = fresh, inode, header
+        self._start, self._capacity, self._seen = start, capacity, 0
+        self._strings = _Strings(fresh, start)
+        self.generation += 1
+        return True
+
+    def _whole(self, seq: int) -> tuple[int, ...] | None:
+        """The record with this number, or None where it is not there, no longer there, or half written."""
+        if self._map is None:
+            return None
+        at = self._start + (seq - 1) % self._capacity * RECORD.size
+        # The closing number is written last: once it is there, so are all the fields read after it.
+        if int.from_bytes(self._map[at + RECORD.size - 8 : at + RECORD.size], "little") != seq:
+            return None
+        values = RECORD.unpack_from(self._map, at)
+        return values if values[0] == seq == values[-1] else None
+
+    def _stored(self, seq: int) -> int:
+        """The number now in the slot that `seq` maps to, whole or not."""
+        assert self._map is not None, "asked for a slot before a ring was mapped"
+        at = self._start + (seq - 1) % self._capacity * RECORD.size
+        return int.from_bytes(self._map[at : at + 8], "little")
+
+    def last_seq(self) -> int:
+        """The newest record's number, 0 for an empty ring: gallops from the last answer, no scan."""
+        if not self._attach():
+            return 0
+        low = self._seen
+        if low and self._stored(low) > low:
+            # The writer lapped us: the slot itself names a newer record.
+            low = self._stored(low)
+        step = 1
+        while self._stored(low + step) >= low + step:
+            low = max(low + step, self._stored(low + step))
+            step *= 2
+        while step > 1:
+            step //= 2
+            if self._stored(low + step) >= low + step:
+                low = max(low + step, self._stored(low + step))
+        return low
+
+    def last_time_ns(self) -> int:
+        """When the newest whole record was written (CLOCK_MONOTONIC), 0 for an empty ring."""
+        newest = self.last_seq()
+        for seq in range(newest, max(newest - 4, 0), -1):
+            values = self._whole(seq)
+            if values is not None:
+                return values[1]
+        return 0
+
+    def poll(self) -> list[Crumb]:
+        """The records written since the last call, oldest first."""
+        newest = self.last_seq()
+        if newest <= self._seen:
+            return []
+        first = max(self._seen + 1, newest - self._capacity + 1)
+        self.lost += first - self._seen - 1
+        crumbs = []
+        for seq in range(first, newest + 1):
+            values = self._whole(seq)
+            if values is not None:
+                crumbs.append(_crumb(values, self._strings.text))
+            elif seq == newest:
+                # Its writer is in the middle of it: ask again next time.
+                newest -= 1
+        self._seen = newest
+        return crumbs
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None

@@ -1,0 +1,113 @@
+"""The twelve checkpoints of a start: their names, how ranks leave them in their events, and who is where.
+
+A rank appends `{"event": "checkpoint_mark", "number": 5, "name": "Model created"}` when it has passed one. From these
+a start that stopped is one sentence: "rank 0 passed 9, rank 1 is still before 9 (WandbLogger), 34 s".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model_check.record.files import read_jsonl
+from model_check.record.paths import RunDir
+
+CHECKPOINTS = (
+    "Script started",
+    "Args parsed",
+    "Logs directory ready",
+    "Tokenizer loaded",
+    "Model created",
+    "LLMModule ready",
+    "DataModule ready",
+    "Accelerator configured",
+    "WandbLogger ready",
+    "MemoryLoggingCallback ready",
+    "Trainer ready",
+    "Training finished",
+)
+START_IS_OVER = 11
+EVENT = "checkpoint_mark"
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The last checkpoint a rank has passed, and when (CLOCK_MONOTONIC seconds)."""
+
+    number: int
+    t: float
+
+
+def name_of(number: int) -> str:
+    return CHECKPOINTS[number - 1]
+
+
+def thing_of(number: int) -> str:
+    """What the checkpoint waits for: `WandbLogger` of `WandbLogger ready`."""
+    return name_of(number).rpartition(" ")[0]
+
+
+def last_passed(events: Iterable[Mapping[str, Any]]) -> Passed | None:
+    """From a rank's events; a restarted rank begins again at 1. Records that make no sense are left out."""
+    last: Passed | None = None
+    for record in events:
+        number, t = record.get("number"), record.get("t")
+        if record.get("event") != EVENT or not isinstance(number, int) or not isinstance(t, (int, float)):
+            continue
+        if 1 <= number <= len(CHECKPOINTS):
+            last = Passed(number, float(t))
+    return last
+
+
+def read_standing(run_dir: RunDir) -> dict[int, Passed]:
+    """The last checkpoint of every rank that left one."""
+    standing: dict[int, Passed] = {}
+    for path in sorted(run_dir.events_dir.glob("rank-*.jsonl")):
+        number = path.stem.removeprefix("rank-")
+        passed = last_passed(read_jsonl(path).records) if number.isdigit() else None
+        if passed is not None:
+            standing[int(number)] = passed
+    return standing
+
+
+def who_is_where(standing: Mapping[int, Passed], now: float) -> str | None:
+    """One sentence; None where no rank left a mark, or the start is over on all of them."""
+    if not standing or all(passed.number >= START_IS_OVER for passed in standing.values()):
+        return None
+    groups: dict[int, list[int]] = {}
+    for rank, passed in sorted(standing.items()):
+        groups.setdefault(passed.number, []).append(rank)
+    furthest = max(groups)
+    parts = []
+    if len(groups) > 1 or furthest >= START_IS_OVER:
+        parts.append(f"{_ranks(groups[furthest])} passed {furthest}")
+    for number in sorted(groups, reverse=True):
+        if number >= START_IS_OVER or (number == furthest and len(groups) > 1):
+            continue
+        ranks = groups[number]
+        waited = now - max(standing[rank].t for rank in ranks)
+        are = "is" if len(ranks) == 1 else "are"
+        parts.append(
+            f"{_ranks(ranks)} {are} still before {number + 1} ({thing_of(number + 1)}), {max(0, waited):.0f} s"
+        )
+    return ", ".join(parts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6])) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def start_table(run_dir: RunDir) -> list[str]:
+    """The sentence and a row a rank, for a start that did not come to its end; empty where it did."""
+    standing = read_standing(run_dir)
+    seen = [
+        float(r["t"]) for r in read_jsonl(run_dir.supervisor_events).records if isinstance(r.get("t"), (int, float))
+    ]
+    now = max([*seen, *(passed.t for passed in standing.values())], default=0.0)
+    sentence = who_is_where(standing, now)
+    if sentence is None:
+        return []
+    rows = [f"  rank {rank}: CHECKPOINT {p.number}: {name_of(p.number)}" for rank, p in sorted(standing.items())]
+    return [f"start: {sentence}", *rows]

@@ -1,0 +1,133 @@
+"""The verdict: what happened to a run, and the findings that say why."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args
+
+from model_check.record.files import read_json, write_json_atomic
+
+SCHEMA = 1
+_ROOM_BYTES = 1 << 16
+
+Outcome = Literal["running", "completed", "failed", "interrupted"]
+Certainty = Literal["proven", "observed", "suspected"]
+Severity = Literal["error", "warning", "info"]
+
+
+_OUTCOMES: tuple[str, ...] = get_args(Outcome)
+
+
+@dataclass
+class Finding:
+    """One named fault: who, where, why, and what to do."""
+
+    code: str
+    title: str
+    certainty: Certainty = "observed"
+    severity: Severity = "error"
+    ranks: list[int] = field(default_factory=list)
+    victims: list[int] = field(default_factory=list)
+    step: int | None = None
+    phase: str | None = None
+    location: str | None = None
+    function: str | None = None
+    tensor: str | None = None
+    evidence: list[str] = field(default_factory=list)
+    fix: list[str] = field(default_factory=list)
+    seconds_to_detect: float | None = None
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Finding:
+        known = {f.name for f in fields(cls)}
+        return cls(**{k: v for k, v in value.items() if k in known})
+
+
+def _is_finding(value: Any) -> bool:
+    """The fields that readers build on have the types of the contract; the file may come from anywhere."""
+    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("code", "title")):
+        return False
+    lists = [value.get(key, []) for key in ("ranks", "victims", "evidence", "fix")]
+    known = value.get("severity", "error") in get_args(Severity) and value.get("certainty", "observed") in get_args(
+        Certainty
+    )
+    if not known or not all(isinstance(listed, list) for listed in lists):
+        return False
+    numbers, texts = [*lists[0], *lists[1]], [*lists[2], *lists[3]]
+    seconds = value.get("seconds_to_detect")
+    return (
+        all(isinstance(number, int) for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+        and isinstance(seconds, (int, float, NoneType))
+    )
+
+
+@dataclass
+class Verdict:
+    """The first finding is the root cause. `notes`: failures of our own code; left out if empty."""
+
+    outcome: Outcome = "running"
+    exit_code: int | None = None
+    world_size: int = 0
+    steps_completed: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        body = asdict(self)
+        if not self.notes:
+            del body["notes"]
+        return {"schema": body.pop("schema"), **body}
+
+    def write(self, path: Path) -> None:
+        write_json_atomic(path, self.to_json())
+
+    @classmethod
+    def read(cls, path: Path) -> Verdict | None:
+        """The verdict in the file, or None where there is none that can be read."""
+        value = read_json(path)
+        if not isinstance(value, dict) or value.get("outcome", "running") not in _OUTCOMES:
+            return None
+        if not isinstance(value.get("exit_code"), (int, NoneType)):
+            return None
+        listed, notes = value.get("findings"), value.get("notes")
+        findings = [Finding.from_json(f) for f in listed if _is_finding(f)] if isinstance(listed, list) else []
+        return cls(
+            outcome=value.get("outcome", "running"),
+            exit_code=value.get("exit_code"),
+            world_size=value.get("world_size", 0),
+            steps_completed=value.get("steps_completed", 0),
+            findings=findings,
+            notes=list(map(str, notes)) if isinstance(notes, list) else [],
+            schema=value.get("schema", SCHEMA),
+        )
+
+
+class VerdictFile:
+    """verdict.json of a live run, with reserved space: a full disk must not keep a run from reporting just that."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._room = path.with_name(".verdict.room")
+        self._set_aside()
+
+    def write(self, verdict: Verdict) -> None:
+        try:
+            verdict.write(self._path)
+        except OSError:
+            self.close()
+            verdict.write(self._path)
+            self._set_aside()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._room.unlink(missing_ok=True)
+
+    def _set_aside(self) -> None:
+        with suppress(OSError), self._room.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)

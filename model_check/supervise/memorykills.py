@@ -1,0 +1,157 @@
+"""Evidence that the kernel, not a person, killed a process for its memory: cgroup counters and the kernel's log.
+
+SIGKILL leaves no trace in the process. Two places keep one: the cgroup's `oom_kill` counter (which limit), and the
+kernel log (which process, how large). Both are
+read from the job's start on, so that older kills are not taken for ours.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model_check.record.cgroups import memory_cgroups
+
+_KILLED = re.compile(r"(?P<memcg>Memory cgroup )?[Oo]ut of memory: Killed process (?P<pid>\d+) \((?P<comm>[^)]*)\)")
+
+
+@dataclass(frozen=True)
+class MemoryKill:
+    """One kill by the kernel. `source` is "cgroup" (a limit was reached) or "kernel" (the machine ran out)."""
+
+    source: str
+    detail: str
+    pid: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"source": self.source, "detail": self.detail, "pid": self.pid}
+
+
+def _value(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def kill_count(folder: Path) -> int | None:
+    """How many processes the kernel has killed in this cgroup, or None where it does not say."""
+    for name in ("memory.events", "memory.oom_control"):
+        for line in _value(folder / name).splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill" and value.isdigit():
+                return int(value)
+    return None
+
+
+def memory_limit(folder: Path) -> int | None:
+    """The cgroup's limit in bytes, or None where there is none."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        value = _value(folder / name)
+        # v1 writes "no limit" as a number near 2^63.
+        if value.isdigit() and int(value) < 1 << 60:
+            return int(value)
+    return None
+
+
+def container_limit() -> int | None:
+    """The tightest memory limit around this process, in bytes; None if there is none."""
+    limits = [limit for folder in memory_cgroups(os.getpid()) if (limit := memory_limit(folder)) is not None]
+    return min(limits, default=None)
+
+
+def memory_in_use(folder: Path) -> int | None:
+    """What the cgroup's processes hold, in bytes, without the file cache that the kernel gives back when asked."""
+    held = next((v for n in ("memory.current", "memory.usage_in_bytes") if (v := _value(folder / n)).isdigit()), None)
+    if held is None:
+        return None
+    cache = 0
+    for line in _value(folder / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file"):
+            cache = int(value)
+    return max(0, int(held) - cache)
+
+
+class KernelLog:
+    """New lines of the kernel log since this was opened; empty where the log may not be read."""
+
+    def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._fd, 0, os.SEEK_END)
+        except OSError:
+            self.close()
+
+    @property
+    def readable(self) -> bool:
+        return self._fd >= 0
+
+    def new_lines(self) -> list[str]:
+        lines: list[str] = []
+        while self._fd >= 0:
+            try:
+                record = os.read(self._fd, 8192)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # the kernel overwrote records we had not read yet: go on with the next one
+                continue
+            except OSError:
+                self.close()
+                break
+            if not record:
+                break
+            lines.append(record.decode("utf-8", "replace").partition(";")[2].partition("\n")[0])
+        return lines
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def parse_kill(line: str) -> MemoryKill | None:
+    """The kill a kernel log line reports, if it reports one."""
+    match = _KILLED.search(line)
+    if match is None:
+        return None
+    return MemoryKill("cgroup" if match["memcg"] else "kernel", line.strip(), int(match["pid"]))
+
+
+class MemoryKillWatch:
+    """Remembers the counters of every cgroup the job's processes are seen in, and tells which have risen since."""
+
+    def __init__(self) -> None:
+        self._log = KernelLog()
+        self._counts: dict[Path, int] = {}
+
+    def notice(self, pid: int) -> None:
+        """Takes note of where a process is accounted; called at each sample, since a process may be moved."""
+        for folder in memory_cgroups(pid):
+            if folder not in self._counts:
+                count = kill_count(folder)
+                if count is not None:
+                    self._counts[folder] = count
+
+    def new_kills(self) -> list[MemoryKill]:
+        """Kills since the last call. A named process (kernel log) comes before a bare counter."""
+        kills = [kill for kill in map(parse_kill, self._log.new_lines()) if kill is not None]
+        for folder, before in self._counts.items():
+            count = kill_count(folder)
+            if count is None or count <= before:
+                continue
+            self._counts[folder] = count
+            limit = memory_limit(folder)
+            if limit is None:
+                continue
+            kills.append(
+                MemoryKill("cgroup", f"oom_kill of {folder} rose from {before} to {count}, limit {limit} bytes")
+            )
+        return kills
+
+    def close(self) -> None:
+        self._log.close()
