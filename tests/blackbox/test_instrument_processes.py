@@ -204,7 +204,7 @@ def test_installed_after_torch_as_our_trainer_does(tmp_path: Path, script: Calla
     assert done.returncode == 0, done.stderr
     begun = [(c.phase, c.op, c.site) for c in read_ring(run_dir.ring(0)).crumbs if c.event == "begin"]
     assert begun[0][0] == "eval"
-    assert ("collective", "all_reduce", "train.py:10") in begun, "the name was taken before it was wrapped"
+    assert ("collective", "all_reduce", "train.py:11") in begun, "the name was taken before it was wrapped"
 
 
 HELPED = """\
