@@ -24,7 +24,7 @@ EDGES: dict[str, set[str]] = {
     "diagnose": {"record"},
     "data": {"config"},
     "models": {"config"},
-    "checkpoint": {"config"},
+    "checkpoint": {"config", "record"},
     "engine": {"data", "models", "checkpoint", "numerics", "blackbox", "plan", "config", "record"},
     "doctor": {"config", "record", "launch", "supervise", "data"},
 }

@@ -7,7 +7,7 @@
         latest -> step_00000019
         continues                                        of a branch: the checkpoint that it began from
         writer.lock                                      locked by the run that saves here
-        .staging-step_00000029@host.4711                 a save under way, or one whose run died: never read
+        .staging-step_00000029@host.4711-98765           a save under way, or one whose run died: never read
 
 A fresh run opens a new lineage, named after its run directory, so two runs never write over each other. A run that
 continues the newest checkpoint of a lineage stays in it; one that continues an older one branches off into its own,
@@ -27,13 +27,15 @@ from pathlib import Path
 from typing import IO
 
 from model_check.checkpoint.manifest import MANIFEST
+from model_check.record.process_identity import start_ticks
 
 LATEST = "latest"
 CONTINUES = "continues"
 WRITER = "writer.lock"
 _STEP = re.compile(r"step_(\d+)")
 _COMMITTED = re.compile(r"step_(\d{8,})")
-_ASIDE = re.compile(r"\.(?:staging|replaced|discarded)-.+@(?P<host>[^@]*)\.(?P<pid>\d+)")
+_ASIDE = re.compile(r"\.(?:staging|replaced|discarded)-.+@(?P<owner>[^@]+)")
+_OWNER = re.compile(r"(?P<host>.*)\.(?P<pid>\d+)(?:-(?P<start>\d+))?")  # earlier versions named no start
 
 
 def folder_name(step: int) -> str:
@@ -47,8 +49,17 @@ def step_of(checkpoint: Path) -> int:
 
 
 def owner() -> str:
-    """Who works on a folder that is not committed; a later run sees from it whether that one is still alive."""
-    return f"{socket.gethostname()}.{os.getpid()}"
+    """Names this process: host, PID and start time. A later run sees from it whether the process still runs."""
+    return f"{socket.gethostname()}.{os.getpid()}-{start_ticks(os.getpid())}"
+
+
+def owner_lives(owner: str) -> bool | None:
+    """Whether the process that `owner()` named still runs; None where that cannot be known: it is on another host."""
+    match = _OWNER.fullmatch(owner)
+    if match is None or match["host"] != socket.gethostname():
+        return None
+    started = start_ticks(int(match["pid"]))
+    return started is not None and match["start"] in (None, str(started))
 
 
 def staging_folder(lineage: Path, step: int, whose: str) -> Path:
@@ -66,7 +77,7 @@ def unfinished(lineage: Path) -> list[Path]:
     return [
         path
         for path in _children(lineage)
-        if (path.name.startswith(".staging-") and not _owner_lives(path))
+        if (path.name.startswith(".staging-") and not _is_owned_here(path))
         or (_COMMITTED.fullmatch(path.name) and not (path / MANIFEST).exists())
     ]
 
@@ -81,14 +92,10 @@ def was_meant_as_one(folder: Path) -> bool:
     return bool(_COMMITTED.fullmatch(folder.resolve().name)) or any(folder.glob("rank_*.bin"))
 
 
-def _owner_lives(path: Path) -> bool:
-    """The process that works on it runs on this host; of other hosts nothing is known."""
+def _is_owned_here(path: Path) -> bool:
+    """Whether the process that works on it runs on this host."""
     match = _ASIDE.fullmatch(path.name)
-    return bool(match and match["host"] == socket.gethostname() and process_lives(match["pid"]))
-
-
-def process_lives(pid: str) -> bool:
-    return Path(f"/proc/{pid}").exists() if pid.isdigit() else False
+    return bool(match and owner_lives(match["owner"]))
 
 
 def lineages(directory: Path) -> list[Path]:
@@ -192,14 +199,11 @@ def remove_leftovers(lineage: Path, *, whose: str) -> list[Path]:
 
     `whose` is the caller, who has no save under way.
     """
-    here = socket.gethostname()
     removed = []
     for folder in [lineage, *_children(lineage.parent)]:
         for path in _children(folder):
             match = _ASIDE.fullmatch(path.name)
-            if match is None or match["host"] != here:
-                continue
-            if f"{here}.{match['pid']}" == whose or not _owner_lives(path):
+            if match and (match["owner"] == whose or owner_lives(match["owner"]) is False):
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path)
     return removed

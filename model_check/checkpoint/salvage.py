@@ -6,16 +6,17 @@ The first is the rank that caused the failure: its peers fail only once it is go
 
 from __future__ import annotations
 
-import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from model_check.checkpoint.layout import owner, process_lives
+from model_check.checkpoint.layout import owner, owner_lives
 
 _CLAIM = "error_step.claim"
+_SCRATCH = "error_step_*.tmp"
 
 
 def write_error_checkpoint(directory: Path, rank: int, step: int, model: nn.Module) -> Path | None:
@@ -45,15 +46,22 @@ def write_error_checkpoint(directory: Path, rank: int, step: int, model: nn.Modu
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes claims and half-written files of dead jobs. One rank of the job calls it before training."""
-    for path in [directory / _CLAIM, *directory.glob("error_step_*.tmp")]:
-        try:
-            whose = path.read_text() if path.name == _CLAIM else path.stem.rpartition("@")[2]
-            host, _, pid = whose.rpartition(".")
-            if not (host == socket.gethostname() and process_lives(pid)):
+    """Removes claims and half-written files of dead jobs. One rank of the job calls it before training.
+
+    A fresh run has a directory of its own, so half-written files in those beside it go too. What lies there may belong
+    to a live job on another host: only files of dead processes of this host are removed.
+    """
+    for path in [directory / _CLAIM, *directory.glob(_SCRATCH)]:
+        with suppress(FileNotFoundError):
+            if not owner_lives(path.read_text() if path.name == _CLAIM else _owner_of(path)):
                 path.unlink()
-        except FileNotFoundError:
-            continue
+    for path in directory.parent.glob(f"*/{_SCRATCH}"):
+        if owner_lives(_owner_of(path)) is False:
+            path.unlink(missing_ok=True)
+
+
+def _owner_of(scratch: Path) -> str:
+    return scratch.stem.rpartition("@")[2]
 
 
 def _is_whole(tensor: Any) -> bool:

@@ -23,7 +23,7 @@ def _here() -> dict[str, Any]:
     return {"host": os.uname().nodename, "boot_id": boot, "pid_ns": namespace}
 
 
-def _start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -35,7 +35,7 @@ def _start_ticks(pid: int) -> int | None:
 def identity() -> dict[str, Any]:
     """The identity of this process, for the files that it writes."""
     pid = os.getpid()
-    return {**_here(), "pid": pid, "start_ticks": _start_ticks(pid)}
+    return {**_here(), "pid": pid, "start_ticks": start_ticks(pid)}
 
 
 def is_near(who: Mapping[str, Any]) -> bool:
@@ -48,4 +48,4 @@ def live_pid(who: Mapping[str, Any]) -> int | None:
     pid, started = who.get("pid"), who.get("start_ticks")
     if not isinstance(pid, int) or started is None or not is_near(who):
         return None
-    return pid if _start_ticks(pid) == started else None
+    return pid if start_ticks(pid) == started else None

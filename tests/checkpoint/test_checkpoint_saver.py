@@ -214,12 +214,13 @@ def test_leftovers_of_dead_saves_go_and_those_of_live_ones_stay(lineage: Lineage
     host = layout.owner().rpartition(".")[0]
     dead = lineage.folder / f".staging-step_00000009@{host}.{gone.pid}"
     alive = lineage.folder / f".staging-step_00000009@{host}.{os.getppid()}"
+    reused = lineage.folder / f".staging-step_00000009@{host}.{os.getppid()}-1"
     elsewhere = lineage.folder / f".staging-step_00000009@another-host.{gone.pid}"
-    for folder in (dead, alive, elsewhere):
+    for folder in (dead, alive, reused, elsewhere):
         folder.mkdir()
         (folder / "rank_00000.bin").write_bytes(b"half")
     Saver(lineage.folder.parent, Peers(), lineage=lineage.folder, name="run")
-    assert [folder.exists() for folder in (dead, alive, elsewhere)] == [False, True, True]
+    assert [folder.exists() for folder in (dead, alive, reused, elsewhere)] == [False, True, False, True]
 
 
 def test_saving_a_step_again_replaces_it_whole(lineage: Lineage) -> None:

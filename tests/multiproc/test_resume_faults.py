@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from model_check.checkpoint.manifest import Manifest
 from model_check.record import RunDir
 from model_check.record.ring import read_ring
 from tests.conftest import BIN, TINY, Outcome, Shell
@@ -61,6 +63,14 @@ def test_auto_passes_over_what_is_damaged_and_says_why(copy: Shell) -> None:
     for rank in range(2):
         crumbs = read_ring(RunDir(done.run_dir).ring(rank)).crumbs
         assert [c.step for c in crumbs if c.phase == "step"] == list(range(3, 10)), "no other step is in the black box"
+
+
+def test_auto_takes_the_highest_step_though_the_clock_was_set_back(copy: Shell) -> None:
+    earlier = Manifest.read(checkpoint(copy, 5))
+    replace(earlier, saved_at=earlier.saved_at + 3600).write(checkpoint(copy, 5))
+    done = resume(copy)
+    assert done.code == 0, done.err
+    assert "continuing after step 8 from" in done.out
 
 
 def test_a_damaged_checkpoint_never_takes_the_place_of_a_good_one(copy: Shell) -> None:

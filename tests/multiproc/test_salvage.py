@@ -49,13 +49,19 @@ def left_in(shell: Shell) -> list[Path]:
 def test_a_failed_job_leaves_one_replica_and_clears_what_an_earlier_one_left_half_written(shell: Shell) -> None:
     folder = shell.folder / ".checkpoints" / "run"
     folder.mkdir(parents=True)
+    beside = folder.parent / "an-earlier-run"
+    beside.mkdir()
+    host = socket.gethostname()
     gone = subprocess.Popen(["true"])
     gone.wait()
-    whose = f"{socket.gethostname()}.{gone.pid}"
-    (folder / "error_step.claim").write_text(whose)
-    for name in (f"error_step_7_rank_1@{whose}.tmp", "error_step_7_rank_2.tmp"):
-        (folder / name).write_text("half")
+    reused = f"{host}.{os.getpid()}-1"  # this process has the PID, but started later
+    (folder / "error_step.claim").write_text(reused)
+    for whose in (f"{host}.{gone.pid}-1", reused, "another-host.1-1"):
+        for place in (folder, beside):
+            (place / f"error_step_7_rank_1@{whose}.tmp").write_text("half")
+    (folder / "error_step_7_rank_2.tmp").write_text("half")
     lose_rank(shell, 2)
+    assert [path.name for path in beside.iterdir()] == ["error_step_7_rank_1@another-host.1-1.tmp"]
     checkpoints = [path for path in left_in(shell) if path.name != "error_step.claim"]
     assert len(checkpoints) == 1 and checkpoints[0].suffix == ".pt", checkpoints
     saved = torch.load(checkpoints[0])

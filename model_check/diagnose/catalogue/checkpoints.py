@@ -43,7 +43,7 @@ CHECKPOINTS: dict[str, Entry] = {
         "The job was killed while it wrote. A checkpoint gets its name only after every rank has written.",
         "Folders that begin with .staging, and step folders without a manifest.json.",
         ("nothing: --resume auto passes it over, and the next run removes it", "name an older checkpoint"),
-        ".staging-step_00001999@host.4711 was never finished",
+        ".staging-step_00001999@host.4711-98765 was never finished",
     ),
     "MC604": Entry(
         "disk full",
