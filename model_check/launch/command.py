@@ -27,7 +27,7 @@ from model_check.launch.failures import CLEAN_CODES, RankExit
 from model_check.launch.guard import Guard, JobMark
 from model_check.launch.hooks import EndJob
 from model_check.launch.injection import forget_outer_job
-from model_check.launch.signals import Requests, handle
+from model_check.launch.signals import KEYS, Requests, handle
 from model_check.launch.supervisor import Supervisor
 from model_check.observe.redaction import redact_argv
 from model_check.rundir import RunDir
@@ -107,7 +107,7 @@ class _CommandJob:
 
     def run(self) -> CommandResult:
         handlers = {
-            **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._on_signal),
+            **dict.fromkeys((*KEYS, signal.SIGTERM, signal.SIGHUP), self._on_signal),
             **dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2), self._pass_on),
         }
         previous = handle(handlers)
@@ -204,8 +204,8 @@ class _CommandJob:
         self._stop.note(number)
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
-            # Ctrl-C reaches every process of the terminal's foreground group, the command included.
-            if not (number == signal.SIGINT and _in_the_foreground()):
+            # A key reaches every process of the terminal's foreground group, the command included.
+            if not (number in KEYS and _in_the_foreground()):
                 self._process.send_signal(number)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
