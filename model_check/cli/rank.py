@@ -24,6 +24,7 @@ from model_check.engine.profile import profiled
 from model_check.engine.saving import Saving, open_saver
 from model_check.engine.worker import build, continue_from, fit, open_loader
 from model_check.launch import RankContext, step_line
+from model_check.launch.signals import handle
 from model_check.observe.instrument import memory, outofmemory
 from model_check.observe.instrument.box import BOX
 from model_check.observe.instrument.spans import span
@@ -51,8 +52,8 @@ class _StopFlag:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._remember)
+        signal.signal(signal.SIGTERM, self._remember)  # our launcher's own request
+        handle({signal.SIGUSR1: self._remember})
         # Ctrl-C reaches the whole foreground group; the launcher passes it on as SIGTERM.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -27,6 +27,7 @@ from model_check.launch import Gpu, RankContext, choose_gpus, foreign_launcher, 
 from model_check.launch.gate import plan_gate
 from model_check.launch.guard import RUN_DIR_VARIABLE
 from model_check.launch.limits import check_address_space, limit_address_space, use_less_memory
+from model_check.launch.signals import handle
 from model_check.launch.warmstart import without_looking_for_garbage
 from model_check.observe.gate import Gate
 from model_check.observe.instrument.endings import recording_failures
@@ -339,7 +340,7 @@ def _verdict_before_the_ranks(directory: RunDir, world_size: int) -> Iterator[No
     def stop(number: int, frame: object) -> None:
         raise _Stopped(number)
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous = handle({signal.SIGTERM: stop})
     try:
         with _mistakes_in_the_verdict(directory, phase="data"):
             yield
@@ -349,7 +350,7 @@ def _verdict_before_the_ranks(directory: RunDir, world_size: int) -> Iterator[No
         typer.echo("stopped while the data was prepared: no rank was started", err=True)
         raise typer.Exit(128 + number) from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        handle(previous)
 
 
 @contextlib.contextmanager
