@@ -85,6 +85,7 @@ class BlackBox:
             "local_rank": whole_number(environ, "LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
             "attempt": whole_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
             "store": environ.get("MASTER_PORT", ""),
+            "final": "LOCAL_RANK" in environ,  # all processes of the job are numbered, not only its hosts
             "role": "rank",
             "ppid": os.getppid(),
             "python": sys.version.split()[0],

@@ -78,7 +78,8 @@ def _may_become(rank: int, world_size: int | None, store: str) -> bool:
 
     A live process that has joined or begun to train keeps its rank, and a process group with another size or store is
     not the job's. A rank that has done neither may be a launcher (mp.spawn, a wrapper): it gives up its place to a
-    member of a larger group, or of the group that it was meant to join itself.
+    member of a larger group, or of the group that it was meant to join itself. If the job's launcher has numbered all
+    ranks, the size of the job is known before any of them joins.
     """
     run_dir = BOX.run_dir
     if run_dir is None:
@@ -86,7 +87,8 @@ def _may_become(rank: int, world_size: int | None, store: str) -> bool:
     rings = {path: read_header(path) for path in run_dir.blackbox_dir.glob("rank-*.ring")}
     others = {path: who for path, who in rings.items() if not is_near(who) or live_pid(who) not in (None, os.getpid())}
     joined = [(who.get("world_size"), who.get("store")) for who in others.values() if who.get("backend")]
-    if any(group != (world_size, store) for group in joined):
+    numbered = [size for who in others.values() if who.get("final") and (size := who.get("world_size") or 1) > 1]
+    if any(group != (world_size, store) for group in joined) or any(size != world_size for size in numbered):
         return False
     path = run_dir.ring(rank)
     holder = others.get(path)

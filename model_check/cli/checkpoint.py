@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model_check.errors import CheckpointError, UsageError
+from model_check.record.signal_handlers import handle
 
 if TYPE_CHECKING:
     from model_check.checkpoint.weight_files import Weights
@@ -144,11 +145,11 @@ def _ending_in_order() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous = handle({signal.SIGTERM: stop})
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        handle(previous)
 
 
 def _existing(path: Path) -> Path:

@@ -47,13 +47,28 @@ class _Output(io.FileIO):
 
 def make_output_safe() -> None:
     """Called once, before anything is printed."""
-    if sys.stdout is None:  # the shell's >&-
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 it lives as long as the process
+    _open_closed_streams()
     codecs.register_error(_HANDLER, _in_plain_signs)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=_HANDLER)
     if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = _over_our_file(sys.stdout)
+
+
+def _open_closed_streams() -> None:
+    """A stream that the shell has closed (`2>&-`) leads to /dev/null: its number must not go to a file of ours.
+
+    A command that we start finds it closed, as it would without us.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 all three live as long as the process
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def _over_our_file(stream: io.TextIOWrapper) -> io.TextIOWrapper:

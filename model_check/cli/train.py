@@ -35,6 +35,7 @@ from model_check.record.claim import Claim, Job, enter
 from model_check.record.paths import read_mode
 from model_check.record.rank_context import RankContext, foreign_launcher
 from model_check.record.redaction import redact_text
+from model_check.record.signal_handlers import handle
 
 CPU_RANKS = 2
 LARGE_ON_A_CPU = 200_000_000  # parameters
@@ -340,7 +341,7 @@ def _verdict_before_the_ranks(directory: RunDir, world_size: int) -> Iterator[No
     def stop(number: int, frame: object) -> None:
         raise _Stopped(number)
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous = handle({signal.SIGTERM: stop})
     try:
         with _mistakes_in_the_verdict(directory, phase="data"):
             yield
@@ -350,7 +351,7 @@ def _verdict_before_the_ranks(directory: RunDir, world_size: int) -> Iterator[No
         typer.echo("stopped while the data was prepared: no rank was started", err=True)
         raise typer.Exit(128 + number) from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        handle(previous)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ _MOST_RANKS = 1 << 17  # a number beyond this is damage, not a job
 _KEPT_SAMPLES = 600
 _KEPT_FIRST, _KEPT_NEWEST = 100, 600  # records of each kind, however long the run
 _KEPT_OF = {"sample": (0, 16), "gradients": (50, 50)}  # the reader consumes samples at once
-_TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP})
+_TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
 _TIME_TO_END_S = 4.0  # from a rank's last word to the end of its process, on a busy machine
 _EARLIER_LIFE_S = 60.0  # a rank writes events before its ring is open, but not for long
 
@@ -250,6 +250,7 @@ class Reader:
         self._events: dict[int, JsonlTail] = {}
         self._rings: dict[int, FollowedRing] = {}
         self._dumps: dict[Path, tuple[float, Any]] = {}
+        self._in_use: set[Path] = set()  # of those, in this reading
 
     def read(self, *, live: bool, now: float | None = None) -> Evidence:
         damage = self._supervisor.update()
@@ -265,7 +266,7 @@ class Reader:
             for n in sorted(numbers)
         }
         environment = self._cached(self.run_dir.environment, _read_object)
-        return Evidence(
+        evidence = Evidence(
             world_size=_world_size(supervisor, ranks),
             ranks=ranks,
             supervisor=tuple(supervisor),
@@ -279,6 +280,9 @@ class Reader:
             ours=self.run_dir.config.exists(),
             plan=self._cached(self.run_dir.plan, _read_object),
         )
+        self._dumps = {path: held for path, held in self._dumps.items() if path in self._in_use}
+        self._in_use.clear()
+        return evidence
 
     def _rank_numbers(self) -> set[int]:
         found = set()
@@ -352,6 +356,7 @@ class Reader:
         held = self._dumps.get(path)
         if held is None or held[0] != changed:
             held = self._dumps[path] = (changed, read(path))
+        self._in_use.add(path)
         return held[1]
 
 

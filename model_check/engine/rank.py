@@ -32,6 +32,7 @@ from model_check.engine.worker import build, continue_from, fit, open_loader
 from model_check.record import RunDir
 from model_check.record.host_lock import in_turn
 from model_check.record.rank_context import RankContext
+from model_check.record.signal_handlers import handle
 from model_check.record.step_lines import step_line
 
 EXIT_SAVED = 75
@@ -52,8 +53,8 @@ class _StopFlag:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._remember)
+        signal.signal(signal.SIGTERM, self._remember)  # our launcher's own request
+        handle({signal.SIGUSR1: self._remember})
         # Ctrl-C reaches the whole foreground group; the launcher passes it on as SIGTERM.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

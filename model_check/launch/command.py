@@ -24,12 +24,13 @@ from model_check.errors import UsageError
 from model_check.launch import orphans
 from model_check.launch.injection import forget_outer_job
 from model_check.launch.reaper import Guard, JobMark
-from model_check.launch.signals import Requests, handle
+from model_check.launch.signals import KEYS, Requests
 from model_check.record import RunDir
 from model_check.record.process_identity import is_near, live_pid
 from model_check.record.rank_exits import CLEAN_CODES, RankExit
 from model_check.record.redaction import redact_argv
 from model_check.record.ring import read_header
+from model_check.record.signal_handlers import handle
 from model_check.supervise import processes
 from model_check.supervise.hooks import EndJob
 from model_check.supervise.process_exits import ExitWatcher, ProcessExit, exit_code_recorded
@@ -108,7 +109,7 @@ class _CommandJob:
 
     def run(self) -> CommandResult:
         handlers = {
-            **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._on_signal),
+            **dict.fromkeys((*KEYS, signal.SIGTERM, signal.SIGHUP), self._on_signal),
             **dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2), self._pass_on),
         }
         previous = handle(handlers)
@@ -205,8 +206,8 @@ class _CommandJob:
         self._stop.note(number)
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
-            # Ctrl-C reaches every process of the terminal's foreground group, the command included.
-            if not (number == signal.SIGINT and _in_the_foreground()):
+            # A key reaches every process of the terminal's foreground group, the command included.
+            if not (number in KEYS and _in_the_foreground()):
                 self._process.send_signal(number)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,7 @@
-"""Where the raw output of the ranks lies: one file per rank in /tmp, linked from the run directory."""
+"""Where the raw output of the ranks lies: one file per rank in /tmp, linked from the run directory.
+
+If /tmp has no room, the files lie in the run directory itself: a full disk makes `print` raise in the script.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model_check.errors import LaunchError
+from model_check.launch.log_room import RESERVED
 from model_check.record import RunDir
 
 LOG_ROOT = Path("/tmp")
+_ROOM = 4 * RESERVED
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class LogDir:
     path: Path
 
     @classmethod
-    def create(cls, run_dir: RunDir, root: Path = LOG_ROOT) -> LogDir:
+    def create(cls, run_dir: RunDir, root: Path | None = None) -> LogDir:
         """`/tmp/model_check_logs_<PID>_<timestamp>/`, as private as a new run directory, linked as <run_dir>/logs."""
         link = run_dir.logs
         if link.is_dir() and not link.is_symlink():
@@ -30,6 +35,7 @@ class LogDir:
                 f"{link} is a folder where the link to the logs belongs",
                 remedy="move it away (a copied run keeps its old logs there)",
             )
+        root = root or (run_dir.root if not _has_room(LOG_ROOT) and _has_room(run_dir.root) else LOG_ROOT)
         name = f"model_check_logs_{os.getpid()}_{time.strftime('%Y%m%d-%H%M%S')}"
         for number in itertools.count():
             path = root / (f"{name}-{number}" if number else name)
@@ -56,3 +62,11 @@ class LogDir:
     def error_file(self, rank: int, attempt: int) -> Path:
         """Where torch's own @record decorator writes, in scripts that use it."""
         return self.path / f"rank-{rank:05d}.attempt-{attempt}.error.json"
+
+
+def _has_room(folder: Path) -> bool:
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK) and disk.f_bavail * disk.f_frsize >= _ROOM

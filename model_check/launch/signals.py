@@ -1,4 +1,7 @@
-"""Requests to stop sent to the launcher: SIGINT, SIGTERM, SIGHUP, and SIGUSR1, with which Slurm warns of the end."""
+"""Requests to stop sent to the launcher: SIGINT, SIGTERM, SIGHUP, and SIGUSR1, with which Slurm warns of the end.
+
+For a script of the user's SIGQUIT (Ctrl-\\) is one too, as under torchrun.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
+from model_check.record.signal_handlers import handle
+
+KEYS = (signal.SIGINT, signal.SIGQUIT)  # the terminal sends them to its whole foreground group
 _MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 REPEATED_WITHIN_S = 1.0
@@ -22,9 +27,9 @@ class StopBeforeStart(Exception):
 class Requests:
     """Which requests to stop came, and whether one of them ends the wait for the ranks' save.
 
-    A Ctrl-C after any other does, and so does a SIGTERM, but not one that comes at the heels of the first: schedulers
-    repeat theirs, and tell a job's launcher and its whole group. Nor does the SIGTERM after Slurm's warning, which is
-    the first that asks; nor does a terminal that is closed meanwhile.
+    A Ctrl-C or Ctrl-\\ after any other does, and so does a SIGTERM, but not one that comes at the heels of the first:
+    schedulers repeat theirs, and tell a job's launcher and its whole group. Nor does the SIGTERM after Slurm's warning,
+    which is the first that asks; nor does a terminal that is closed meanwhile.
     """
 
     def __init__(self) -> None:
@@ -44,13 +49,7 @@ class Requests:
     def _ends_the_wait(self, number: int, now: float) -> bool:
         if number == signal.SIGTERM:
             return self._asked_at is not None and now - self._asked_at > REPEATED_WITHIN_S
-        return number == signal.SIGINT
-
-
-def handle(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
-    """Installs the handlers and returns the previous ones. An ignored signal stays ignored, so that nohup works."""
-    heard = {n: handler for n, handler in handlers.items() if signal.getsignal(n) is not signal.SIG_IGN}
-    return {number: signal.signal(number, handler) for number, handler in heard.items()}
+        return number in KEYS
 
 
 class StopRequest(Requests):
@@ -82,7 +81,7 @@ class StopRequest(Requests):
         if threading.current_thread() is threading.main_thread():
             handlers = dict.fromkeys(_STOP_SIGNALS, self._on_signal)
             if self.as_received:
-                handlers |= dict.fromkeys(_MESSAGES, self._on_message)
+                handlers |= {signal.SIGQUIT: self._on_signal, **dict.fromkeys(_MESSAGES, self._on_message)}
             self._previous = handle(handlers)
         return self
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from model_check.record import RunDir, write_json_atomic
@@ -23,6 +25,7 @@ from model_check.supervise.memorykills import MemoryKillWatch
 
 _CHILDREN_PER_RANK = 4
 _FLIGHT_WAIT_S = 2.0
+_KEPT_FILES = 256  # newest of each kind and rank: a long run stalls often, and every look reads all of them
 _TELLING = re.compile(r'"event": "(exception|exit|raised|swallowed_exception)"')
 _PORT_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _PORT_NUMBER = re.compile(r"port:?\s*(\d{2,5})")
@@ -43,6 +46,7 @@ class Gatherer:
         self._flight_round = 0
         self._ports_named: set[int] = set()
         self._events_read: dict[int, int] = {}
+        self._written: defaultdict[tuple[Path, int], deque[Path]] = defaultdict(deque)
 
     def sample(self, pids: Mapping[int, int]) -> dict[int, processes.ProcessSample]:
         """One look at every rank through /proc."""
@@ -81,10 +85,18 @@ class Gatherer:
             return
         self._run_dir.stacks_dir.mkdir(exist_ok=True)
         with ThreadPoolExecutor(min(8, len(takers)), thread_name_prefix="model-check-stacks") as pool:
-            for done in [pool.submit(taker) for taker in takers]:
-                done.result()
+            for (rank, _, _), done in zip(targets, [pool.submit(taker) for taker in takers], strict=True):
+                if (path := done.result()) is not None:
+                    self._keep(rank, path)
 
-    def _take(self, rank: int, rank_pid: int, pid: int, timeout_s: float) -> None:
+    def _keep(self, rank: int, path: Path) -> None:
+        """Counts the file in, and removes the oldest one beyond the limit."""
+        kept = self._written[path.parent, rank]
+        kept.append(path)
+        if len(kept) > _KEPT_FILES:
+            kept.popleft().unlink(missing_ok=True)
+
+    def _take(self, rank: int, rank_pid: int, pid: int, timeout_s: float) -> Path | None:
         is_rank = pid == rank_pid
         in_passing = self._looks > 0  # a quick look sends no signal
         signal_name = None if in_passing else read_header(self._run_dir.ring(rank)).get("stack_signal")
@@ -96,11 +108,12 @@ class Gatherer:
             fault_signal=stacks.signal_number(signal_name),
         )
         if in_passing and taken.source != "py-spy":
-            return  # the kernel knows no source lines: the previous round says more
+            return None  # the kernel knows no source lines: the previous round says more
         process = "rank" if is_rank else "loader_worker" if taken.is_loader_worker else "child"
         name = f"rank-{rank:05d}.{self._stack_round}" + (f".look-{self._looks}" if self._looks else "")
         path = self._run_dir.stacks_dir / (f"{name}.json" if is_rank else f"{name}.{pid}.json")
         write_json_atomic(path, taken.to_json(rank, process))
+        return path
 
     def flight(self, pids: Mapping[int, int]) -> None:
         """The c10d flight recorder of every rank that answers."""
@@ -119,6 +132,7 @@ class Gatherer:
             path = self._run_dir.flight_dir / f"rank-{rank:05d}.{self._flight_round}.json"
             try:
                 write_json_atomic(path, answer.result(timeout=max(0.0, deadline - time.monotonic())))
+                self._keep(rank, path)
             except (OSError, ValueError, TimeoutError) as error:
                 self._journal.write("flight_refused", rank=rank, error=f"{type(error).__name__}: {error}")
         pool.shutdown(wait=False, cancel_futures=True)

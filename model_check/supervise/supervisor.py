@@ -200,9 +200,13 @@ class Supervisor:
 
         `exits` None: a launcher that the job brought along has made its own code of them, and that one stands.
         """
-        self._gather.memory_kills()
         before = self.verdict.findings
-        self._examine_now(time.monotonic(), live=False)
+        try:
+            self._gather.memory_kills()
+            self._examine_now(time.monotonic(), live=False)
+        except Exception as error:  # the job has its exit code, whatever we can read of it
+            note = f"the run could not be examined at its end ({type(error).__name__}: {error})"
+            self.verdict = replace(self.verdict, notes=sorted({*self.verdict.notes, note}))
         if (outcome == "interrupted" or self._ended) and before:
             # Our own signals have since changed the picture: what stood while the ranks lived is the cause.
             self.verdict = replace(self.verdict, findings=before)

@@ -245,7 +245,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("size", "when"), [(1, "before"), (1, "after"), (4, "after")])
+@pytest.mark.parametrize(("size", "when"), [(1, "before"), (1, "after"), (3, "before"), (4, "after")])
 def test_a_helper_with_a_process_group_of_its_own_is_no_rank(
     script: Callable[[str, str], Path], run: Runner, size: int, when: str
 ) -> None:

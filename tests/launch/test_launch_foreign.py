@@ -234,7 +234,7 @@ os.mkfifo(f"go-{rank}")
 heard, told = os.pipe()
 os.set_blocking(told, False)
 signal.set_wakeup_fd(told)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 open(f"up-{rank}", "w").close()
@@ -260,7 +260,7 @@ def _let_go(job: Launched, ranks: int) -> None:
         (job.run_dir.root.parent / f"go-{rank}").write_text("")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP])
 def test_each_rank_of_a_script_gets_the_signal_that_we_got_once(
     tmp_path: Path, launch: Callable[..., Launched], number: int
 ) -> None:
@@ -276,23 +276,24 @@ def test_each_rank_of_a_script_gets_the_signal_that_we_got_once(
     assert sorted(line for line in lines if " got " in line) == [f"[CPU0] {both}", f"[CPU1] {both}"]
 
 
+@pytest.mark.parametrize(("key", "number"), [(b"\x03", signal.SIGINT), (b"\x1c", signal.SIGQUIT)], ids=["C", "quit"])
 @pytest.mark.parametrize("how", [("script", "2"), ("command", sys.executable)], ids=["script", "command"])
-def test_ctrl_c_at_a_terminal_reaches_each_rank_once(
-    tmp_path: Path, launch: Callable[..., Launched], how: tuple[str, ...]
+def test_a_key_at_a_terminal_reaches_each_rank_once(
+    tmp_path: Path, launch: Callable[..., Launched], how: tuple[str, ...], key: bytes, number: int
 ) -> None:
     keyboard, terminal = os.openpty()
     try:
         job = launch(*how, _write(tmp_path / "counts.py", _COUNTS), terminal=terminal)
         ranks = 2 if how[0] == "script" else 1
         job.wait_for(*(f"up-{rank}" for rank in range(ranks)))
-        os.write(keyboard, b"\x03")
+        os.write(keyboard, key)
         _let_go(job, ranks)
         result, lines = job.finish()
     finally:
         os.close(keyboard)
         os.close(terminal)
     assert result["exit_code"] == 0
-    assert [line.rpartition("got ")[2] for line in lines if "got " in line] == [str(int(signal.SIGINT))] * ranks
+    assert [line.rpartition("got ")[2] for line in lines if "got " in line] == [str(int(number))] * ranks
 
 
 @pytest.mark.parametrize("how", [("script", "1"), ("command", sys.executable)], ids=["script", "command"])

@@ -45,25 +45,38 @@ def outside_tmp() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_a_script_prints_on_where_tmp_is_full(outside_tmp: Path) -> None:
+def run_with_small_tmp(folder: Path, script: str, before: str = "true") -> subprocess.CompletedProcess[str]:
+    """Runs the script with a /tmp of 24 MiB of its own, after the shell command `before`."""
     probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/tmp"]
     if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("this machine does not let us mount a /tmp of our own")
-    (outside_tmp / "script.py").write_text(SCRIPT)
+    (folder / "script.py").write_text(script)
     run = f"{sys.executable} -m model_check run --run-dir run script.py"
-    done = subprocess.run(
-        ["unshare", "-m", "bash", "-c", f"mount -t tmpfs -o size=24m tmpfs /tmp && exec {run}"],
-        cwd=outside_tmp,
+    return subprocess.run(
+        ["unshare", "-m", "bash", "-c", f"mount -t tmpfs -o size=24m tmpfs /tmp; {before}; exec {run}"],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def test_a_script_prints_on_where_tmp_fills_up(outside_tmp: Path) -> None:
+    done = run_with_small_tmp(outside_tmp, SCRIPT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.count("] line ") == 2000 and "from a child" in done.stdout and "written past" in done.stdout
     verdict = Verdict.read(outside_tmp / "run" / "verdict.json")
     assert verdict is not None and (verdict.outcome, verdict.findings) == ("completed", [])
     assert any("the disk of the logs" in note and "No space left on device" in note for note in verdict.notes)
+
+
+def test_a_script_starts_and_prints_where_tmp_is_full(outside_tmp: Path) -> None:
+    script = "for number in range(2000):\n    print('line', number, 'x' * 100)\n"
+    done = run_with_small_tmp(outside_tmp, script, before="cat /dev/zero > /tmp/fill 2> /dev/null")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.count("] line ") == 2000
+    assert (outside_tmp / "run" / "logs" / "rank-00000.log").read_text().count("line") == 2000
 
 
 def test_a_long_log_keeps_its_first_and_its_newest_part(tmp_path: Path) -> None:

@@ -38,6 +38,32 @@ def test_a_reader_that_is_gone_or_stalled_changes_nothing(tmp_path: Path, reader
     assert (verdict["outcome"], verdict["exit_code"]) == ("failed", 3)
 
 
+@pytest.mark.parametrize("form", [(), ("--", sys.executable)], ids=["script", "command"])
+def test_closed_streams_change_nothing(tmp_path: Path, form: tuple[str, ...]) -> None:
+    (tmp_path / "train.py").write_text("open('it ran', 'w'); raise SystemExit(3)")
+    command = [str(Path(sys.executable).with_name("model-check")), "run", "--run-dir", "run", *form, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, preexec_fn=lambda: os.closerange(0, 3), timeout=60, check=False)
+    assert done.returncode == 3 and (tmp_path / "it ran").exists()
+    verdict = read_json(tmp_path / "run" / "verdict.json")
+    assert verdict["exit_code"] == 3
+
+
+@pytest.mark.parametrize("form", [(), ("--", sys.executable)], ids=["script", "command"])
+def test_events_that_cannot_be_read_change_nothing(tmp_path: Path, form: tuple[str, ...]) -> None:
+    """As on a file server that is gone when the job ends."""
+    (tmp_path / "train.py").write_text(
+        "import pathlib\n"
+        "events = pathlib.Path('run/events/rank-00000.jsonl')\n"
+        "events.unlink(missing_ok=True)\n"
+        "events.mkdir(parents=True)\n"
+    )
+    command = [str(Path(sys.executable).with_name("model-check")), "run", "--run-dir", "run", *form, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    verdict = read_json(tmp_path / "run" / "verdict.json")
+    assert (verdict["outcome"], verdict["exit_code"]) == ("completed", 0)
+
+
 def test_a_rule_that_fails_is_a_note_and_the_others_still_judge(tmp_path: Path) -> None:
     assert _run(tmp_path, subprocess.PIPE).returncode == 3
     run_dir = RunDir(tmp_path / "run")
