@@ -13,13 +13,14 @@ from functools import lru_cache
 
 from model_check.diagnose.frames import Frame
 from model_check.diagnose.rank_names import asks_for_the_rank, names_its_ranks
-from model_check.diagnose.source import source_lines
+from model_check.diagnose.source import Loop, loops_at, source_lines
 
 _MOST_CALLERS = 3  # functions up from the line
 _NO_FAULTS = frozenset({"KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit"})
 _MATCH = (ast.Match,)
 _SPEAKS = re.compile(r"print|log|warn|write|traceback|excepthook|exit|abort|kill|barrier|reduce|gather|broadcast")
 _GOES = (ast.Return, ast.Break, ast.Continue)  # not a raise: a check that all ranks pass looks the same
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -80,7 +81,7 @@ def conditions_of(frame: Frame) -> list[str]:
     tree = _tree(frame.file, frame.root)
     found: list[str] = []
     for node in _path_to(tree, frame.line) if tree is not None else ():
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, _FUNCTIONS):
             found.clear()
         elif isinstance(node, (ast.If, ast.While)):
             found.append(ast.unparse(node.test))
@@ -93,7 +94,7 @@ def _branch(tree: ast.Module, file: str, line: int, callers: int) -> Branch | No
     function: _Function | None = None
     path = _path_to(tree, line)
     for outer, node in reversed(list(zip([tree, *path], path, strict=False))):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, _FUNCTIONS):
             function = node
             break
         if isinstance(node, ast.If) and any(_contains(child, line) for child in (*node.body, *node.orelse)):
@@ -127,12 +128,30 @@ def _calls_of(tree: ast.Module, name: str) -> list[int]:
     return [c.lineno for c in calls if name in (getattr(c.func, "id", None), getattr(c.func, "attr", None))]
 
 
+def loops_around(frame: Frame) -> list[Loop]:
+    """The loops around a line, innermost first: in its own function, then those around every call of that function."""
+    tree = _tree(frame.file, frame.root)
+    return _loops_around(tree, frame, frame.line, _MOST_CALLERS) if tree is not None else []
+
+
+def _loops_around(tree: ast.Module, frame: Frame, line: int, callers: int) -> list[Loop]:
+    found = loops_at(frame, line)
+    functions = [node for node in _path_to(tree, line) if isinstance(node, _FUNCTIONS)]
+    if not functions or callers == 0:
+        return found
+    # An `optimizer.step()` inside a method `step` is no call of that method.
+    calls = [call for call in _calls_of(tree, functions[-1].name) if not _contains(functions[-1], call)]
+    around = [_loops_around(tree, frame, call, callers - 1) for call in calls]
+    common = [loop for loop in around[0] if all(loop in other for other in around)] if around else []
+    return [*found, *(loop for loop in common if loop not in found)]
+
+
 def is_outside(frame: Frame, loop: tuple[int, int]) -> bool:
     """Whether a line of the loop's file is outside the loop and every function the loop calls, directly or not."""
     tree = _tree(frame.file, frame.root)
     if tree is None or loop[0] <= frame.line <= loop[1]:
         return False
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)]
     spans, reached = [loop], set[str]()
     while spans:
         first, last = spans.pop()
@@ -144,7 +163,7 @@ def is_outside(frame: Frame, loop: tuple[int, int]) -> bool:
 
 
 def swallowing_handler(frame: Frame) -> Handler | None:
-    """The code that silently lets a rank skip a line: a silent `except`, a `finally` that returns, or a `suppress`. It
+    """The code that silently lets a rank skip a line: an `except`, a context manager, or a `finally` that returns. It
     may be in the line's own function, in a decorator of it, or around its calls.
 
     None if the source has another way past the line, such as an `if` or a `continue`: the two cannot be told apart.
@@ -163,7 +182,7 @@ def _swallower(tree: ast.Module, line: int, callers: int) -> tuple[str, int] | N
     """The text and line of the code that swallows an exception raised at `line`."""
     path = _path_to(tree, line)
     for node in reversed(path):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, _FUNCTIONS):
             if _leaves_before(node, line):
                 return None
             around = [found for made in node.decorator_list if (found := _in_decorator(tree, made))]
@@ -172,23 +191,21 @@ def _swallower(tree: ast.Module, line: int, callers: int) -> tuple[str, int] | N
             return around[0] if around else None
         if isinstance(node, (ast.If, *_MATCH)):
             return None
-        if (found := _swallows(node, line)) is not None:
+        if (found := _swallows(tree, node, line)) is not None:
             return None if _leaves_before(node, line) else found
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and _leaves_before(node, line):
             return None
     return None
 
 
-def _swallows(node: ast.AST, line: int | None) -> tuple[str, int] | None:
+def _swallows(tree: ast.Module, node: ast.AST, line: int | None) -> tuple[str, int] | None:
     """The part of this statement that silently catches what `line` raises (`line` None: what any line in it raises)."""
     body = getattr(node, "body", [])
     if line is not None and not any(_contains(child, line) for child in body if isinstance(child, ast.AST)):
         return None
     if isinstance(node, (ast.With, ast.AsyncWith)):
-        given = [item.context_expr for item in node.items]
-        named = [c for c in given if isinstance(c, ast.Call) and ast.unparse(c.func).rpartition(".")[2] == "suppress"]
-        faults = [c for c in named if not {ast.unparse(kind) for kind in c.args} <= _NO_FAULTS]
-        return (f"with {ast.unparse(faults[0])}:", node.lineno) if faults else None
+        silent = [item.context_expr for item in node.items if _is_silent(tree, item.context_expr)]
+        return (f"with {ast.unparse(silent[0])}:", node.lineno) if silent else None
     if not isinstance(node, ast.Try):
         return None
     for handler in node.handlers:
@@ -199,7 +216,32 @@ def _swallows(node: ast.AST, line: int | None) -> tuple[str, int] | None:
     return (f"finally: {ast.unparse(leaving[0])}", leaving[0].lineno) if leaving else None
 
 
-def _speaks_or_ends(handler: ast.ExceptHandler) -> bool:
+def _is_silent(tree: ast.Module, given: ast.expr) -> bool:
+    """Whether a context manager swallows exceptions: `suppress`, or one of this file whose `__exit__` returns True or
+    whose `yield` is in a silent `try`.
+    """
+    name = ast.unparse(given.func if isinstance(given, ast.Call) else given).rpartition(".")[2]
+    if name == "suppress" and isinstance(given, ast.Call):
+        return not {ast.unparse(kind) for kind in given.args} <= _NO_FAULTS
+    for made in ast.walk(tree):
+        if getattr(made, "name", None) != name:
+            continue
+        if isinstance(made, ast.ClassDef):
+            exits = [f for f in made.body if isinstance(f, _FUNCTIONS) and f.name in ("__exit__", "__aexit__")]
+            return any(_returns_true(function) and not _speaks_or_ends(function) for function in exits)
+        if isinstance(made, _FUNCTIONS) and any("contextmanager" in ast.unparse(d) for d in made.decorator_list):
+            yields = [node.lineno for node in ast.walk(made) if isinstance(node, ast.Yield)]
+            tried = [node for node in ast.walk(made) if isinstance(node, ast.Try)]
+            return any(_swallows(tree, node, line) is not None for node in tried for line in yields)
+    return False
+
+
+def _returns_true(function: ast.AST) -> bool:
+    returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    return bool(returned) and all(isinstance(value, ast.Constant) and value.value is True for value in returned)
+
+
+def _speaks_or_ends(handler: ast.AST) -> bool:
     """Whether the handler ends the loop, or prints or logs the exception, which would have left a record."""
     for node in ast.walk(handler):
         if isinstance(node, (ast.Raise, ast.Break)):
@@ -223,12 +265,12 @@ def _in_decorator(tree: ast.Module, made: ast.expr) -> tuple[str, int] | None:
     name = made.func if isinstance(made, ast.Call) else made
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == getattr(name, "id", None)]
     tried = [node for function in functions for node in ast.walk(function) if isinstance(node, (ast.Try, ast.With))]
-    return next((found for node in tried if (found := _swallows(node, None)) is not None), None)
+    return next((found for node in tried if (found := _swallows(tree, node, None)) is not None), None)
 
 
 def _in_a_loop(tree: ast.Module, line: int, callers: int) -> bool:
     path = _path_to(tree, line)
-    functions = [node for node in path if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [node for node in path if isinstance(node, _FUNCTIONS)]
     if any(isinstance(node, (ast.For, ast.AsyncFor, ast.While)) for node in path):
         return True
     return bool(functions and callers) and any(

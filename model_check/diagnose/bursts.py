@@ -61,7 +61,7 @@ def burst_finding(evidence: Evidence, own: Mapping[int, Mapping[int, float]], wh
         return None
     stops = longest_stops(evidence.of(slow), steps)
     place, count = Counter(stop.place for stop in stops).most_common(1)[0] if stops else (("", "", ""), 0)
-    if count < BURST_ONE_PLACE * len(steps):
+    if count < max(BURSTS, BURST_ONE_PLACE * len(steps)):
         return None
     here = [stop for stop in stops if stop.place == place]
     return _finding(evidence, slow, here, [rank for rank in own if rank != slow], len(own[slow]), lost / len(steps))

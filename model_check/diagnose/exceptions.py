@@ -42,7 +42,7 @@ _TORN_TYPES = frozenset(
 # The file is intact, but holds something that torch.load does not allow.
 _REFUSED = re.compile(r"Unsupported (global|class|operand)|weights_only.{0,40}TorchScript", re.I)
 _CHECKPOINT_FILES = ("torch/serialization.py", "safetensors/", "torch/distributed/checkpoint/")
-_CHECKPOINT_TEXT = re.compile(r"\btorch\.load\(|\bload_file\(|\bsafe_open\(")
+_CHECKPOINT_TEXT = re.compile(r"\b(torch|pickle|joblib|np|numpy)\.load\(|\bload_file\(|\bsafe_open\(")
 # How the end of a worker shows when the loader notices it by its queue before torch notices it by its signal.
 _BROKEN_LINK = frozenset({"ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError"})
 _MAKES_DIRECTORY = re.compile(r"\bmkdir\(|\bmakedirs\(|\.mkdir\(|\brmtree\(|\bsymlink|\brename\(|\breplace\(")
@@ -120,7 +120,7 @@ def _touches_directory(exception: Mapping[str, Any]) -> bool:
 
 
 def _reads_checkpoint(exception: Mapping[str, Any]) -> bool:
-    """Whether it was raised in torch.load, safetensors or torch's distributed checkpoints."""
+    """Whether it was raised while loading with torch, safetensors, pickle or numpy."""
     return any(
         any(part in str(frame.get("file") or "") for part in _CHECKPOINT_FILES)
         or _CHECKPOINT_TEXT.search(str(frame.get("text") or ""))

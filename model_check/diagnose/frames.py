@@ -160,7 +160,7 @@ def network_package(thread: ThreadStack) -> str | None:
 def writes_file(thread: ThreadStack) -> bool:
     frame = thread.user_frame
     inner = list(_inner_part(thread))
-    if any(f.function in {"save", "_save", "_open_zipfile_writer", "_open_file_like", "save_file"} for f in inner):
+    if any(f.function in {"save", "_save", "_open_zipfile_writer", "save_file"} for f in inner):
         return True
     return frame is not None and bool(_WRITE_TEXT.search(source_text(frame)))
 

@@ -53,6 +53,11 @@ _FROM_ELSEWHERE = (
     "look at who should write what the named line reads: a pipe has no writer yet, or its writer writes nothing",
     "where it is a file: check its file system with df, mount, dmesg",
 )
+_LOCK_CALLS = frozenset({"flock", "fcntl"})
+_LOCKED_FILE = (
+    "look at which process holds the lock of this file: lslocks, or /proc/locks",
+    "flock with LOCK_NB, or filelock's timeout=…, turn the wait into an error",
+)
 _WHILE_COMPILING = [
     "nothing: the first step of a compiled model takes long; a cache that outlives the job makes the next start short"
 ]
@@ -164,6 +169,7 @@ def _name(standing: Standing, joining: bool) -> Named:
         or _lock(standing)
         or (_never_joined(standing) if joining else None)
         or _spinning(standing)
+        or _blocked_open(standing)
         or _slow(standing)
         or _works_on(standing)
         or _other_thread(standing)
@@ -374,6 +380,12 @@ def _alive(s: Standing, doing: str, facts: Sequence[str]) -> Named:
     return "MC220", said, s.frame, [f"observed: {said}", *facts, *share], fix
 
 
+def _blocked_open(s: Standing) -> Named | None:
+    """It stays in one `open` that can be interrupted: a pipe without a writer, in whatever phase it is."""
+    opens = s.sample is not None and _READ_CALLS.get(s.sample.syscall) == "to open" and s.state == "S"
+    return _user_code(s) if opens and not s.wakes else None
+
+
 def _user_code(s: Standing) -> Named:
     where = f" at {s.frame.site}" if s.frame is not None else ""
     facts = [f"observed: {_doing(s)}"]
@@ -387,8 +399,9 @@ def _user_code(s: Standing) -> Named:
     if s.evidence.killed_as_hung:
         return "MC219", f"rank {s.rank.rank} is stuck{where}", s.frame, facts, []
     if reading := _reading(s):
-        facts.append(f"observed: the kernel has it wait {reading}; no bytes arrive")
-        return "MC219", f"rank {s.rank.rank} waits {reading}{where}", s.frame, facts, list(_FROM_ELSEWHERE)
+        facts.append(f"observed: the kernel has it wait {reading}")
+        fix = _LOCKED_FILE if s.sample is not None and s.sample.syscall in _LOCK_CALLS else _FROM_ELSEWHERE
+        return "MC219", f"rank {s.rank.rank} waits {reading}{where}", s.frame, facts, list(fix)
     quiet = f"has made no progress for {s.quiet_s:.0f} s" if s.quiet_s is not None else "makes no progress"
     return "MC219", f"rank {s.rank.rank} {quiet}{where}", s.frame, facts, []
 
@@ -396,9 +409,11 @@ def _user_code(s: Standing) -> Named:
 def _reading(s: Standing) -> str:
     """What it waits to read, if it is blocked in a system call that reads."""
     call = s.sample.syscall if s.sample is not None else ""
-    if s.busy or s.sample is None or call not in _READ_CALLS:
+    if s.busy or s.sample is None or call not in _READ_CALLS | dict.fromkeys(_LOCK_CALLS):
         return ""
     target = s.sample.syscall_target
+    if call in _LOCK_CALLS:
+        return f"for the lock of {target or 'a file'}"
     kind = "a pipe" if target.startswith("pipe:") else "a socket" if target.startswith("socket:") else target
     if _READ_CALLS[call] == "to open":
         own = source_text(s.frame) if s.frame is not None else ""

@@ -11,7 +11,7 @@ from typing import Any
 from model_check.diagnose.evidence import STALL_FLOOR_S, WAIT_PHASES, ProcSample
 from model_check.diagnose.frames import Frame, ThreadStack, fetching_at, whole
 from model_check.diagnose.source import Loop, enclosing_loop
-from model_check.diagnose.stuck_rank import BUSY_SHARE, POLLS_PER_S, Standing
+from model_check.diagnose.stuck_rank import BUSY_SHARE, POLLS_PER_S, SHARED_CORE, Standing
 from model_check.record.ring import Crumb
 
 _FEW_LINES = 3  # a loop that only waits is seen at no more places than this
@@ -37,6 +37,8 @@ def sign_of_life(s: Standing) -> str:
         return f"rank {s.rank.rank} gets on: {_places(looks)}"
     if s.waits_for_workers:
         return _workers_get_on(s)
+    if s.in_loader and _computes(looks, s.busy, s.loop_without_records):
+        return f"rank {s.rank.rank} computes in one call: {_places(looks)}"
     return ""
 
 
@@ -57,11 +59,15 @@ def _workers_get_on(s: Standing) -> str:
     for pid, looks in s.worker_looks().items():
         children = list(_of_child(s.recent_samples, pid))
         cpu, wakes, moved = _rates(children)
+        runnable = sum(child.get("state") == "R" for _, child in children) > len(children) / 2
+        busy = cpu >= BUSY_SHARE or (runnable and cpu >= SHARED_CORE)
         working = [thread for thread in looks if fetching_at(thread.frames)]
         if not working:
             continue
-        if moved > _MOVED_BYTES or _gets_on(working, cpu >= BUSY_SHARE, wakes >= POLLS_PER_S, s.loop_without_records):
+        if moved > _MOVED_BYTES or _gets_on(working, busy, wakes >= POLLS_PER_S, s.loop_without_records):
             said.append(f"its loader worker {pid} gets on: {_places(working)}")
+        elif _computes(working, busy, s.loop_without_records):
+            said.append(f"its loader worker {pid} computes in one call: {_places(working)}")
         else:
             return ""
     return "; ".join(said)
@@ -92,6 +98,15 @@ def _gets_on(looks: Sequence[ThreadStack], busy: bool, wakes: bool, loop_of: Loo
     if loop is None:
         return len(seen) >= _FEW_LINES
     return busy and len(seen) > _FEW_LINES
+
+
+def _computes(looks: Sequence[ThreadStack], busy: bool, loop_of: LoopOf) -> bool:
+    """Whether it is inside one native call without the interpreter lock, and in no loop that may be endless."""
+    stacks = {tuple((frame.file, frame.function, frame.line) for frame in thread.frames) for thread in looks}
+    if len(looks) < 2 or len(stacks) > 1 or not busy or any(thread.gil for thread in looks):
+        return False
+    loops = [loop_of(frame) for frame in looks[-1].frames if frame.is_program]
+    return all(loop is None or loop.ends for loop in loops)
 
 
 def _will_end(thread: ThreadStack, loop_of: LoopOf) -> bool:

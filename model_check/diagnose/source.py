@@ -79,9 +79,13 @@ def _ends(loop: ast.While | ast.For | ast.AsyncFor) -> bool:
 
 def enclosing_loop(frame: Frame, *lines: int) -> Loop | None:
     """The innermost loop statement around a frame's line, and around these lines as well."""
-    inside = (frame.line, *lines)
-    around = [loop for loop in _loops(frame.file, frame.root) if all(loop.first <= n <= loop.last for n in inside)]
-    return max(around, key=lambda loop: loop.first, default=None)
+    return next(iter(loops_at(frame, frame.line, *lines)), None)
+
+
+def loops_at(frame: Frame, *lines: int) -> list[Loop]:
+    """The loop statements of a frame's file around all of these lines, innermost first."""
+    around = [loop for loop in _loops(frame.file, frame.root) if all(loop.first <= n <= loop.last for n in lines)]
+    return sorted(around, key=lambda loop: -loop.first)
 
 
 def lines_around(file: str, line: int, context: int = 2, root: str = "") -> list[tuple[int, str]]:

@@ -14,12 +14,12 @@ from model_check.diagnose.frames import Frame, ThreadStack
 from model_check.diagnose.source import Loop, enclosing_loop
 
 BUSY_SHARE = 0.5
-_SHARED_CORE = 0.05
+SHARED_CORE = 0.05
 _POLLING_SHARE = 0.002
 POLLS_PER_S = 0.3
 _RECENT_S = 4.0
 _LOOKS = 6  # compared with each other: the looks of one burst
-_WRITE_CALLS = frozenset({"write", "pwrite64", "writev", "open", "openat", "fsync", "fdatasync", "flock", "fcntl"})
+_WRITE_CALLS = frozenset({"write", "pwrite64", "writev", "open", "openat", "fsync", "fdatasync"})
 _WRITE_CHANNELS = ("pipe_w", "fifo", "wait_for_partner", "nfs", "rpc_wait", "jbd2", "balance_dirty", "sync")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/code.py")
 
@@ -101,7 +101,7 @@ class Standing:
         if self.cpu_share is None:
             return self.state == "R"
         runnable = sum(s.state == "R" for s in self.recent_samples) > len(self.recent_samples) / 2
-        return self.cpu_share >= BUSY_SHARE or (runnable and self.cpu_share >= _SHARED_CORE)
+        return self.cpu_share >= BUSY_SHARE or (runnable and self.cpu_share >= SHARED_CORE)
 
     @cached_property
     def frame(self) -> Frame | None:

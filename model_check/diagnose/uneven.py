@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from model_check.diagnose.branches import is_outside, rank_branch
+from model_check.diagnose.branches import is_outside, loops_around, rank_branch
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of, steps_done
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.frames import Frame
-from model_check.diagnose.source import enclosing_loop
 from model_check.record import Finding
 from model_check.record.ring import Crumb
 
@@ -81,21 +80,21 @@ class _Loop(NamedTuple):
 
 
 def _step_loop(rank: RankEvidence) -> _Loop | None:
-    """The loop around the rank's newest step: around the optimizer and the pass before it."""
+    """The loop around the rank's newest step: around the optimizer and the pass before it, or the calls of both."""
     marks = [c for c in rank.crumbs if c.file and (c.event, c.phase) == ("point", "step")][-1:]
     for mark in marks:
         passes = [c for c in rank.crumbs if c.seq < mark.seq and c.phase in ("forward", "backward") and c.file]
-        passed = [c.line for c in passes[-1:] if (c.file, c.function) == (mark.file, mark.function)]
-        span = enclosing_loop(frame_of(mark, rank.cwd), *passed) if passed else None
-        if span is not None:
-            return _Loop(Frame(mark.file, span[0], mark.function, root=rank.cwd), span[1])
+        passed = [frame_of(c, rank.cwd) for c in passes[-1:] if c.file == mark.file]
+        for loop in loops_around(frame_of(mark, rank.cwd)) if passed else ():
+            if not is_outside(passed[0], (loop.first, loop.last)):
+                return _Loop(Frame(mark.file, loop.first, mark.function, root=rank.cwd), loop.last)
     return None
 
 
 def uneven_steps_finding(evidence: Evidence, short: Sequence[int], victims: Iterable[int], facts: list[str]) -> Finding:
     first = evidence.of(min(short))
     loop = _step_loop(first)
-    many = "s" if len(short) == 1 else ""
+    many, its = ("s", "its") if len(short) == 1 else ("", "their")
     return make_finding(
         "MC205",
         f"{ranks_text(short)} left the training loop after {steps_done(first)} steps while other ranks go on",
@@ -105,7 +104,7 @@ def uneven_steps_finding(evidence: Evidence, short: Sequence[int], victims: Iter
         evidence=[
             *(f"observed: rank {rank} left the loop after {steps_done(evidence.of(rank))} steps" for rank in short),
             *facts,
-            f"inferred: the loop of {ranks_text(short)} end{many} earlier, by a count or data of its own",
+            f"inferred: {ranks_text(short)} end{many} earlier by a count or data of {its} own, or skip{many} steps",
         ],
         certainty="proven",
         step=first.step,

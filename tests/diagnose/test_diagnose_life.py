@@ -108,7 +108,8 @@ def test_moved_bytes_are_life(stage):
     assert (finding.code, finding.severity) == ("MC220", "info") and any("moves bytes" in e for e in finding.evidence)
 
 
-def test_a_loader_worker_that_builds_its_index_gets_on(stage):
+@pytest.mark.parametrize("cpu", [1.0, 0.2], ids=["whole_core", "shared_core"])
+def test_a_loader_worker_that_builds_its_index_gets_on(stage, cpu):
     stage.source("def build(self):\n    for line in self.lines:\n        self.index(line)\n")
     _, guilty = held_up(stage, phase="data", line=20)
     loop = (LOADER.replace("dataloader", "_utils/worker"), 300, "_worker_loop")
@@ -118,11 +119,27 @@ def test_a_loader_worker_that_builds_its_index_gets_on(stage):
         worker = guilty.thread(("", 3, "build"), loop, ("", 20, "train"))
         worker["native_id"] = 5001
         guilty.stack(base + number, number, worker, process="loader_worker", pid=5001)
-        child = {"pid": 5001, "state": "R", "comm": "python", "cpu_s": 1.0 * number}
+        child = {"pid": 5001, "state": "R", "comm": "python", "cpu_s": cpu * number}
         guilty.sample(base + number, children=[child])
     finding = stage.first()
     assert (finding.code, finding.severity, finding.ranks) == ("MC220", "info", [1])
     assert finding.title.startswith("rank 1 has been loading data for ")
+
+
+@pytest.mark.parametrize(
+    ("head", "gil", "code"),
+    [("if self.keys:", False, "MC220"), ("while self.keys:", False, "MC204"), ("if self.keys:", True, "MC204")],
+)
+def test_a_dataset_that_sorts_its_index_in_one_native_call_gets_on(stage, head, gil, code):
+    """Not in a loop that may be endless, nor while it holds the interpreter lock, as an endless regex does."""
+    stage.source(f"def build(self):\n    {head}\n        order = np.argsort(self.keys)\n" + "\n" * 30)
+    _, guilty = held_up(stage, phase="data", line=20)
+    fetch = (LOADER.replace("dataloader", "_utils/fetch"), 54, "fetch")
+    look(guilty, ("", 3, "build"), fetch, (LOADER, 700, "__next__"), ("", 20, "train"), state="R", cpu=1.0, gil=gil)
+    finding = stage.first()
+    assert (finding.code, finding.severity) == (code, "info" if code == "MC220" else "warning")
+    said = any("computes in one call: seen at " in line for line in finding.evidence)
+    assert said is (code == "MC220")
 
 
 def test_workers_of_an_earlier_loader_are_not_missed(stage):

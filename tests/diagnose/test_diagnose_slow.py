@@ -55,6 +55,16 @@ def test_stops_at_changing_places_or_on_all_ranks_name_no_straggler(stage, how):
     assert stage.findings(after=0.1) == []
 
 
+def test_three_pauses_at_one_place_and_one_elsewhere_name_no_straggler(stage):
+    """A data set that builds its index a few times is no rank that is slow again and again."""
+    a, b = stage.ranks(2)
+    for step in range(40):
+        data_s, forward_s = (3.0 if step in (5, 15, 25) else 0.001), (0.3 if step == 30 else 0.02)
+        b.step(data_s=data_s, forward_s=forward_s)
+        a.step(forward_s=0.02, wait_s=data_s + forward_s - 0.02)
+    assert stage.findings(after=0.1) == []
+
+
 def test_a_loader_that_takes_most_of_the_step(stage):
     for actor in stage.ranks(2):
         for _ in range(15):

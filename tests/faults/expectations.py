@@ -152,6 +152,7 @@ STUCK = (
     hang("eval_batches_differ", "MC205", (1,), severity="error", says=("all_reduce",)),
     hang("uneven_batches", "MC205", (0,), severity="error", says=("22 steps",)),
     hang("uneven_steps", "MC205", (2,), nproc=3, severity="error", says=("18 steps",)),
+    hang("uneven_steps_in_function", "MC205", (2,), nproc=3, severity="error", says=("28 steps",)),
     hang("stopped", "MC209", (1,), severity="warning", says=("SIGSTOP",)),
     hang("gil_held", "MC210", (1,), severity="warning"),
     hang("gil_held_regex", "MC210", (0,), severity="warning"),
@@ -165,6 +166,8 @@ STUCK = (
     hang("write_stuck_pipe", "MC213", (1,), severity="warning"),
     hang("read_stuck_pipe", "MC219", (1,), severity="warning", says=("reading", "pipe")),
     hang("read_stuck_fifo", "MC219", (0,), severity="warning", says=("to open a file for reading", "who should write")),
+    hang("load_stuck_fifo", "MC219", (1,), severity="warning", says=("to open a file", "who should write")),
+    hang("file_lock_held", "MC219", (0,), severity="warning", says=("for the lock of", "lslocks")),
     hang(
         "tracker_stuck", "MC214", (0,), severity="warning", environment={"WANDB_BASE_URL": "http://127.0.0.1:{silent}"}
     ),
@@ -192,6 +195,7 @@ CRASHES = (
     hang("swallowed_quietly", "MC302", (1,), severity="error", says=("except KeyError",)),
     hang("swallowed_in_caller", "MC302", (1,), severity="error", says=("except Exception:",)),
     hang("swallowed_by_suppress", "MC302", (2,), nproc=3, severity="error", says=("suppress(KeyError)",)),
+    hang("swallowed_by_manager", "MC302", (1,), severity="error", says=("with Tolerant():",)),
     hang("swallowed_by_finally", "MC302", (0,), severity="error", says=("cannot be multiplied",)),
     hang("swallowed_by_retry", "MC302", (1,), severity="error", says=("except (ValueError, OSError):",)),
     hang("swallowed_epoch", "MC302", (0,), severity="error", says=("except TypeError:",)),
@@ -220,6 +224,7 @@ CRASHES = (
     crash("store_host_gone", "MC309", (0,)),
     crash("checkpoint_cut_off", "MC601", (0,), exit_code=1, says=("last.pt", "os.replace")),
     crash("weights_cut_off", "MC601", (0, 1), exit_code=1, says=("model.safetensors", "SafetensorError")),
+    crash("pickle_cut_off", "MC601", (0,), exit_code=1, says=("UnpicklingError", "os.replace")),
     crash("import_error", "MC310", (1,), exit_code=1, says=("fast_tokenizer_kernels",)),
     crash("cuda_device_assert", "MC902", (1,), needs="gpu", says=("token id 100", "100 rows")),
     crash("cuda_index_assert", "MC311", (1,), needs="gpu"),

@@ -12,13 +12,16 @@ PAUSE = float(os.environ.get("CONTROL_PAUSE", "0.06"))
 
 
 class Samples(Dataset):
+    def __init__(self, rank):
+        self.rank = rank
+
     def __len__(self):
         return 8 * 250
 
     def __getitem__(self, index):
         if index % 8 == 0:
             time.sleep(PAUSE)
-        return torch.full((8,), float(index % 7))
+        return torch.full((8,), float((index + self.rank) % 7))
 
 
 def main():
@@ -28,7 +31,7 @@ def main():
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)
     if dist.get_rank() == 1:
         time.sleep(10 * PAUSE)
-    for batch in DataLoader(Samples(), batch_size=8, num_workers=1):
+    for batch in DataLoader(Samples(dist.get_rank()), batch_size=8, num_workers=1):
         time.sleep(PAUSE * 0.55)  # the step itself
         loss = model(batch).pow(2).mean()
         loss.backward()
