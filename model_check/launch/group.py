@@ -11,6 +11,7 @@ from model_check.errors import LaunchError
 from model_check.launch.nursery import Nursery, RankEnded, RankRefused, RankStarted, StartRank
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import RankExit
+from model_check.supervise import processes
 
 _STOP_POLL_S = 0.05
 
@@ -84,10 +85,13 @@ class RankGroup:
     ) -> None:
         """Sends the signal, waits for the grace period, sends SIGKILL; returns when all are gone.
 
-        If `hurry` returns true, the grace period ends at once, and so do processes that clean ranks left behind. If a
+        A stopped rank is continued: the signal would reach it only then. If `hurry` returns true, the grace period ends at once, and so do processes that clean ranks left behind. If a
         rank fails meanwhile, the others get at most `lost_s` more.
         """
         self.tell(number)
+        for rank in self.running:
+            if processes.is_stopped(self.pids[rank]):
+                self._nursery.signal(self.pids[rank], signal.SIGCONT)
         hurried = False
         deadline = time.monotonic() + grace_s
         while self.running and time.monotonic() < deadline and not (hurried := hurry is not None and hurry()):

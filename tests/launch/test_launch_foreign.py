@@ -276,6 +276,32 @@ def test_each_rank_of_a_script_gets_the_signal_that_we_got_once(
     assert sorted(line for line in lines if " got " in line) == [f"[CPU0] {both}", f"[CPU1] {both}"]
 
 
+_STOPPED = """\
+import os, signal, sys
+rank = os.environ["RANK"]
+
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+open(f"up-{rank}", "w").close()
+while True:
+    os.kill(os.getpid(), signal.SIGSTOP) if rank == "1" else signal.pause()
+"""
+
+
+def test_a_stopped_rank_hears_a_request_to_stop_too(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+    job = launch("script", "2", _write(tmp_path / "stopped.py", _STOPPED))
+    job.wait_for("up-0", "up-1")
+    (stopped,) = (int(line["pid"]) for line in job.events("rank_started") if line["rank"] == 1)
+    _until(lambda: processes.is_stopped(stopped))
+    os.kill(job.process.pid, signal.SIGTERM)
+    result, lines = job.finish()
+    assert result["exit_code"] == 0
+    assert sorted(line for line in lines if "saved" in line) == ["[CPU0] saved", "[CPU1] saved"]
+
+
 @pytest.mark.parametrize(("key", "number"), [(b"\x03", signal.SIGINT), (b"\x1c", signal.SIGQUIT)], ids=["C", "quit"])
 @pytest.mark.parametrize("how", [("script", "2"), ("command", sys.executable)], ids=["script", "command"])
 def test_a_key_at_a_terminal_reaches_each_rank_once(
