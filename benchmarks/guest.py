@@ -34,12 +34,12 @@ ROOT = Path(__file__).parents[1]
 RANKS = 2
 MOST_CPU = 1.03
 LIMIT_S = 300
-_PACKAGES = {"trainer": "transformers", "lightning_fit": "lightning", "accelerate_loop": "accelerate"}
+_PACKAGES = {"trainer": "transformers", "trl_sft": "trl", "lightning_fit": "lightning", "accelerate_loop": "accelerate"}
 _LIBRARY = {"guestbook", "loop", "model"}
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+)")
 _WARNING = re.compile(r"warning|does not know how to trace", re.I)
-# Files whose contents depend on the time, a path or thread order: only their names are compared.
-_UNSTABLE = {".bin", ".json", ".metadata", ".distcp", ".ckpt", ".pth"}
+# Files whose contents depend on the time, a path, hash seeds or thread order: only their names are compared.
+_UNSTABLE = {".bin", ".json", ".metadata", ".distcp", ".ckpt", ".pth", ".md"}
 
 
 @dataclass(frozen=True)
