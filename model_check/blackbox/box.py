@@ -21,7 +21,7 @@ from model_check.blackbox.recorder import DTYPE, OP, PHASE, Recorder
 from model_check.record.files import JsonlWriter
 from model_check.record.paths import RunDir
 from model_check.record.process_identity import live_pid
-from model_check.record.redaction import redact_argv
+from model_check.record.redaction import redact_argv, redact_text
 from model_check.record.ring import BEGIN, END, POINT, kind, read_header
 
 RANK_PID_VARIABLE = "MODEL_CHECK_RANK_PID"
@@ -168,12 +168,13 @@ class BlackBox:
     # Events
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Appends to the rank's events; says nothing once another process has become this rank."""
+        """Appends to the rank's events, without secrets; says nothing once another process has become this rank."""
         events, recorder = self._events, self.recorder
         if events is None or recorder is None or not recorder.is_current():
             return
         try:
-            events.write({"t": time.monotonic(), "event": name, "pid": os.getpid(), **fields})
+            told = {key: redact_text(value) if isinstance(value, str) else value for key, value in fields.items()}
+            events.write({"t": time.monotonic(), "event": name, "pid": os.getpid(), **told})
         except OSError as error:
             # A full disk under the run directory is our trouble: raised here, it would be the script's. The ring, whose
             # pages exist, goes on, and the next event may find room again.

@@ -104,8 +104,9 @@ def _brief(error: BaseException) -> dict[str, Any]:
 
 def shown(message: str) -> str:
     """Words of the script's as an event may carry them: of bounded length, and without its secrets."""
-    told = message[:_MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
-    return redact_text(told, secret_values(os.environ))
+    told = message[: 16 * _MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
+    # Cut to length afterwards: half a secret is not recognised.
+    return redact_text(told, secret_values(os.environ))[:_MAX_MESSAGE]
 
 
 def _raised_at(error: BaseException) -> tuple[type, str, int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from model_check.record.redaction import redact_text
 from model_check.record.user_code import is_door, is_trainer, is_user_file
 
 _MAX_FRAMES = 60
@@ -97,7 +98,7 @@ class UserCode:
         """One frame, its path as it is shown and its source line."""
         import linecache  # only when something went wrong
 
-        text = linecache.getline(file, line).strip()
+        text = redact_text(linecache.getline(file, line).strip())
         return {"file": self.shown(file) or file, "line": line, "function": function, "text": text[:300]}
 
     def user_frame(self, frames: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -149,6 +149,15 @@ def origin(lineage: Path) -> Path | None:
     return (lineage.resolve() / path).resolve()
 
 
+def ancestors(lineage: Path) -> list[Path]:
+    """The lineages that this one descends from, resolved, nearest first; some may no longer be there."""
+    found: list[Path] = []
+    while (began_from := origin(lineage)) is not None and began_from.parent not in found:
+        lineage = began_from.parent
+        found.append(lineage)
+    return found
+
+
 def commit(staging: Path, target: Path) -> None:
     """One rename makes it a checkpoint. An older one of the same step, which was passed over, moves out of its way."""
     if target.exists():

@@ -37,9 +37,9 @@ def newest(
 ) -> Found:
     """The highest step that verifies and fits, in `lineage` (or its origin), or in any lineage of the directory.
 
-    Without `lineage`, model and data decide which lineages may be continued; of several, one with the same `experiment`
-    is taken. If that leaves a choice, if nothing fits, or if a branch has lost its origin, it raises rather than
-    starting over unasked.
+    Without `lineage`, model and data decide which lineages may be continued; of several, those with the same
+    `experiment`. A branch that has gone further than the lineage it began from takes its place. If that leaves a
+    choice, if nothing fits, or if a branch has lost its origin, it raises rather than starting over unasked.
     """
     notes: list[str] = []
     first_misfit: CheckpointError | None = None
@@ -140,10 +140,22 @@ def _of_all_lineages(
     same = [(lineage, head) for lineage, head in ours if head.manifest.extra.get("experiment") == experiment]
     if len(ours) > 1 and not same:
         return _choice("several trainings of this model on this data are there", [head for _, head in ours], "MC610")
-    saved_last_first = sorted(
-        same if len(ours) > 1 else ours, key=lambda entry: entry[1].manifest.saved_at, reverse=True
+    ours = same if len(ours) > 1 else ours
+    leading = [(lineage, head) for lineage, head in ours if not _is_overtaken(lineage, head, ours)]
+    if len(leading) > 1:
+        what = "several trainings with these settings are there, and none goes on from all the others"
+        return _choice(what, [head for _, head in leading], "MC610")
+    # The one that leads descends from all the others; they follow in case it is damaged.
+    furthest_first = sorted(ours, key=lambda entry: entry[1].step, reverse=True)
+    return passed_over + [found for lineage, _ in furthest_first for found in _highest_step_first(lineage)], None
+
+
+def _is_overtaken(lineage: Path, head: Checkpoint, all_of_them: list[tuple[Path, Checkpoint]]) -> bool:
+    """Whether another one descends from this lineage and has gone further. The wall clock may be set back."""
+    return any(
+        other_head.step > head.step and lineage.resolve() in layout.ancestors(other)
+        for other, other_head in all_of_them
     )
-    return passed_over + [found for lineage, _ in saved_last_first for found in _highest_step_first(lineage)], None
 
 
 def _choice(what: str, heads: list[Checkpoint], code: str) -> CheckpointError:

@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from model_check.record.redaction import redact_text
+
 if TYPE_CHECKING:
     from model_check.diagnose.frames import Frame
 
@@ -41,7 +43,7 @@ def source_text(frame: Frame) -> str:
     if frame.text:
         return frame.text.strip()
     lines = source_lines(frame.file, frame.root)
-    return lines[frame.line - 1].strip() if 1 <= frame.line <= len(lines) else ""
+    return redact_text(lines[frame.line - 1].strip()) if 1 <= frame.line <= len(lines) else ""
 
 
 def statement(frame: Frame) -> str:
@@ -89,9 +91,9 @@ def loops_at(frame: Frame, *lines: int) -> list[Loop]:
 
 
 def lines_around(file: str, line: int, context: int = 2, root: str = "") -> list[tuple[int, str]]:
-    """Numbered source lines around a line; empty where the file cannot be read."""
+    """Numbered source lines around a line, without secrets; empty where the file cannot be read."""
     lines = source_lines(file, root)
     if not 1 <= line <= len(lines):
         return []
     first, last = max(1, line - context), min(len(lines), line + context)
-    return [(number, lines[number - 1]) for number in range(first, last + 1)]
+    return [(number, redact_text(lines[number - 1])) for number in range(first, last + 1)]

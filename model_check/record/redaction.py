@@ -6,22 +6,29 @@ Imports nothing but the standard library: it also runs inside scripts whose inte
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable, Mapping, Sequence
+from urllib.parse import quote, unquote
 
 REDACTED = "[redacted]"
 
 # "tokenizer" and "author" are no secrets, and what a run's tokenizer was matters.
-_SECRET_NAME = re.compile(
-    r"key|token(?!iz)|secret|passw|passphrase|credential|cookie|webhook|auth(?!or)|jwt|_pass(?:$|_)|_pwd$",
-    re.IGNORECASE,
+_SECRET_PART = (
+    r"key|token(?!iz)|secret|passw|passphrase|credential|cookie|webhook|auth(?!or)|jwt|signature"
+    r"|_pass(?![^\W_])|_pwd(?!\w)"
 )
+_SECRET_NAME = re.compile(_SECRET_PART, re.IGNORECASE)
 # One slash where a URL went through a path library.
 _URL_USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
-_URL_PARAMETER = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s\"'<>]+)")
-_URL_SIGNATURE = re.compile(r"(?:^|[-_.])sig$|signature$", re.IGNORECASE)
+# `&` as HTML and JSON write it; the value of a parameter that is no secret may hold another URL.
+_URL_PARAMETER = re.compile(
+    rf"((?:[?&]|&amp;|&#38;|\\u0026|\\x26)(?:[\w.-]{{0,60}}(?:{_SECRET_PART})[\w.-]{{0,60}}|(?:[\w.-]{{0,60}}[-_.])?sig)=[\"']?)"
+    r"[^&#\s\"'<>]+",
+    re.IGNORECASE,
+)
 _KNOWN_SHAPE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}"
-    r"|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl(?:pat|dt|rt|cbt|ptt|ft|soat|imt|agent|oas)-[\w-]{16,}"
+    r"|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl(?:pat|dt|rt|cbt|ptt|ft|soat|imt|agent|oas)-[\w-]{16,}(?:\.[\w-]+)*"
     r"|A[KS]IA[A-Z0-9]{16}|xox[abeoprs]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{10,}|hooks\.slack\.com/services/[\w/]+"
     r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|AIza[\w-]{35}|ya29\.[\w-]{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}"
     r"|dckr_pat_[\w-]{16,}|dop_v1_[a-f0-9]{32,}|dapi[a-f0-9]{32}|nvapi-[\w-]{16,}|gsk_[A-Za-z0-9]{20,}"
@@ -45,13 +52,20 @@ _ASSIGNED = re.compile(
 _QUOTED = re.compile(
     rf"([\"'](?:{_SECRET_WORD}|token|secret)[\"']\s*:\s*)([\"'])(?:(?!\2)[^\\\n]|\\.)+\2", re.IGNORECASE
 )
-_SIGNED = re.compile(r"\b(sig(?:nature)?=)(?![\w.]*[(\[])[\w%+/=.~-]{16,}", re.IGNORECASE)
+_SIGNATURE = r"(?<![^\W_])sig(?:nature)?"
+_SIGNED = re.compile(rf"({_SIGNATURE}=)(?![\w.]*[(\[])[\w%+/=.~-]{{16,}}", re.IGNORECASE)
+# As a header, in a dictionary or a list of pairs. A digit tells it from the name of a function.
+_SIGNED_PAIR = re.compile(
+    rf"({_SIGNATURE}[\"']?\s*[=:,][\s\"'\[(]*)(?![\w.]*[(\[])(?=[a-z%+/=.~_-]*\d)[\w%+/=.~-]{{16,}}", re.IGNORECASE
+)
 _SCHEMES = "basic|bearer|token|digest|apikey|negotiate"
 _HEADER = re.compile(
     r"\b((?:(?:proxy-)?authorization|x-api-key|api-key|x-auth-token|x-amz-security-token|private-token)"
     rf"[\"']?\s*:\s*[\"']?(?:(?:{_SCHEMES})\s+)?)(?!(?:{_SCHEMES})\s)[^\s\"',\[]+",
     re.IGNORECASE,
 )
+_WORD = re.compile(r"\S+")
+_MOST_TIMES_ENCODED = 3  # a URL that is a parameter of a URL, and so on
 _BEARER = re.compile(r"\b(bearer\s+)[\w.~+/-]{16,}=*", re.IGNORECASE)
 _NAME = re.compile(r"[^\s\"'{};?&]+")
 _SHORTEST_SECRET = 6  # shorter values ("1", "true") would be blanked out of every other text they occur in
@@ -95,21 +109,37 @@ def _names_in(word: str) -> list[str]:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Redacts the given secrets, well-known tokens, and secrets in URLs, headers and connection strings."""
+    """Redacts the given secrets, well-known tokens, and secrets in URLs, headers and connection strings.
+
+    A percent-encoded word is looked into, and is written without its encoding if it holds a secret.
+    """
+    secrets = list(secrets)
+    shown = _redact_unencoded(text, secrets)
+    return _WORD.sub(lambda word: _redact_encoded(word[0], secrets), shown) if "%" in shown else shown
+
+
+def _redact_encoded(word: str, secrets: Iterable[str]) -> str:
+    shown, holds_secret = word, False
+    for _ in range(_MOST_TIMES_ENCODED):
+        decoded = unquote(shown)
+        if decoded == shown:
+            break
+        shown = _redact_unencoded(decoded, secrets)
+        holds_secret = holds_secret or shown != decoded
+    # Spaces and line breaks stay encoded: it was one word.
+    return quote(shown, safe=string.punctuation) if holds_secret else word
+
+
+def _redact_unencoded(text: str, secrets: Iterable[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, REDACTED)
     text = _PRIVATE_KEY.sub(rf"\1{REDACTED}\2", text)
-    text = _URL_PARAMETER.sub(_without_secret, _URL_USER.sub(rf"\1{REDACTED}@", text))
+    text = _URL_PARAMETER.sub(rf"\1{REDACTED}", _URL_USER.sub(rf"\1{REDACTED}@", text))
     text = _KNOWN_SHAPE.sub(REDACTED, text)
     text = _QUOTED.sub(rf"\1{REDACTED}", _ASSIGNED.sub(rf"\1\2{REDACTED}", text))
-    for pattern in (_SIGNED, _HEADER, _BEARER):
+    for pattern in (_SIGNED, _SIGNED_PAIR, _HEADER, _BEARER):
         text = pattern.sub(rf"\1{REDACTED}", text)
     return text
-
-
-def _without_secret(parameter: re.Match[str]) -> str:
-    secret = looks_secret(parameter[1]) or _URL_SIGNATURE.search(parameter[1])
-    return f"{parameter[1]}={REDACTED}" if secret else parameter[0]
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:

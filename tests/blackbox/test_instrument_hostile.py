@@ -78,6 +78,18 @@ def test_secrets_in_the_query_of_a_url_do_not_show() -> None:
     assert redact_text(f"GET {url} failed; token=117 has no row") == f"GET {shown} failed; token=117 has no row"
 
 
+def test_no_event_holds_the_signature_of_a_url(run: Runner) -> None:
+    url = "https://host.example/x?X-Goog-Signature="
+    text = (
+        f"raise OSError('no', {url + 'a1' * 16!r}, {{'X-Goog-Signature': 'b2' * 16}}, 'x' * 3900, {url + 'c3' * 16!r})"
+    )
+    seen = run(text)
+    (event,) = seen.events("exception")
+    assert event["user_frame"]["text"].startswith("raise OSError('no'"), "the line is told, without its secrets"
+    assert event["message"].count("X-Goog-Signature") >= 2
+    assert not [secret for secret in ("a1a1", "b2b2", "c3c3") if secret in str(event)]
+
+
 def test_half_a_surrogate_does_not_keep_a_record_from_its_file(tmp_path) -> None:
     writer = JsonlWriter(tmp_path / "events.jsonl")
     writer.write({"event": "one", "file": "caf\udce9.py"})

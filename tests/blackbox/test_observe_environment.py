@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -76,6 +78,10 @@ HOLDERS = [
     'got {{"password": "{}", "user": "me"}}',
     "wandb_api_key={}",
     "aws_secret_access_key = {}",
+    "<a href='https://bucket.example/a?x=1&amp;X-Amz-Security-Token={}'>",
+    '{{"url": "https://bucket.example/a?x=1\\u0026X-Amz-Security-Token={}"}}',
+    "https://proxy.example/get?next=https://hub.example/x?token={}&z=1",
+    'curl "https://proxy.example/get"?X-Goog-Signature="{}"',
     "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
 ]
 
@@ -91,10 +97,58 @@ def test_a_secret_never_shows_where_its_holder_tells_what_it_is(holder: str, sec
     assert secret not in " ".join(redact_argv(["train", text], {}))
 
 
+SIGNATURE_NAMES = ["X-Goog-Signature", "X-Amz-Signature", "x-goog-signature", "Signature", "sig"]
+SIGNATURES = st.text("abcdef0123456789", min_size=20, max_size=60).filter(lambda text: any(c.isdigit() for c in text))
+# Where the signature of a URL may stand.
+PLACES = {
+    "query": lambda name, value: f"https://storage.example/b/o?{name}={value}",
+    "query, not the first": lambda name, value: f"https://storage.example/b/o?x=1&{name}={value}&y=2",
+    "relative": lambda name, value: f"Max retries exceeded with url: /b/o?{name}={value} (Caused by ReadTimeout)",
+    "header": lambda name, value: f"{name}: {value}",
+    "dictionary": lambda name, value: str({"x": "1", name: value}),
+    "parsed query": lambda name, value: str({name: [value]}),
+    "pairs": lambda name, value: str([("x", "1"), (name, value)]),
+    "JSON": lambda name, value: json.dumps({"x": {name: value}}, indent=1),
+    "bytes": lambda name, value: repr(f"https://storage.example/b/o?{name}={value}".encode()),
+    "assignment": lambda name, value: f"{name.replace('-', '_')} = '{value}'",
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@given(name=st.sampled_from(SIGNATURE_NAMES), value=SIGNATURES, encoded=st.integers(0, 3), words=st.text("ab =:'?&%,"))
+def test_a_signed_url_never_shows_its_signature(
+    place: Callable[[str, str], str], name: str, value: str, encoded: int, words: str
+) -> None:
+    text = place(name, value)
+    for _ in range(encoded):
+        text = "https://proxy.example/?url=" + quote(text, safe="")
+    for said in (text, f"{words} {text} {words}"):
+        assert value not in redact_text(said)
+        assert value not in redact_variables({"NOTE": said})["NOTE"]
+        for argv in (["train", said], ["train", "--data", said], [f"--set=data.source={said}"]):
+            assert value not in " ".join(redact_argv(argv, {}))
+    assert value not in redact_variables({name: value})[name] or name == "sig"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("sv=2024-01-01%26sig%3DaB3aB3aB3aB3aB3aB3%2Bx%3D%26se%3D1", f"sv=2024-01-01&sig={REDACTED}&se=1"),
+        ("conn=AccountName%3Dme%3BAccountKey%3DaB3aB3%3D%3D%3BE%3D1", f"conn=AccountName=me;AccountKey={REDACTED};E=1"),
+        ("AccountKey%3DaB3aB3%253D next%20word", f"AccountKey={REDACTED} next%20word"),
+        ("u=https%3A%2F%2Fme%3Apass%40host%2Fx%20y", f"u=https://{REDACTED}@host/x%20y"),
+    ],
+)
+def test_a_percent_encoded_secret_is_redacted(text: str, shown: str) -> None:
+    assert redact_text(text) == shown
+
+
 @pytest.mark.parametrize(
     "token",
     [
         "glpat-" + "aB3_x" * 4,
+        "glpat-" + "aB3_x" * 6 + ".01.0w1234567",
+        "glpat-" + "aB3_x" * 4 + ".01.abc",
         "ASIA" + "A1" * 8,
         "AIza" + "b" * 35,
         "npm_" + "a1" * 18,
@@ -118,6 +172,9 @@ def test_more_tokens_of_well_known_shape(token: str) -> None:
         "signature=inspect.signature(forward)",
         "password=getpass.getpass(), token=None, api_key=os.environ['X'], password=None",
         "killed with sig=9",
+        "signature: torch.nn.modules.linear.Linear.forward",
+        "the signature, as_documented_in_the_manual",
+        "50%25 of https%3A%2F%2Fhost%2Fa%20b?x=%3D1 is 100%",
         "def login(password: str, token: str) -> None:",
         "KeyError: 'token'",
         "the author's tokenizer: bytes, cookie: none",

@@ -55,14 +55,60 @@ def test_damaged_and_partial_ones_are_passed_over_with_their_codes(lineage: Line
     assert ["MC603" in found.notes[0], "MC601" in found.notes[1], "MC602" in found.notes[2]] == [True] * 3
 
 
-def test_the_newest_of_all_lineages_is_the_one_saved_last(tmp_path: Path) -> None:
-    long_ago, yesterday = Lineage(tmp_path, "a"), Lineage(tmp_path, "b")
-    long_ago.save(900)
-    yesterday.save(10)
-    found = newest(tmp_path)
-    assert found.checkpoint is not None and (found.checkpoint.step, found.checkpoint.path.parent.name) == (10, "b")
-    own = newest(tmp_path, lineage=long_ago.folder)
-    assert own.checkpoint is not None and own.checkpoint.step == 900
+# Lineages of one experiment as name: (what it began from, its steps), and the heads to choose from.
+FAMILIES = {
+    "a branch that went further": ({"a": (None, [1, 3]), "e": ("a/1", [3, 5])}, ["e/5"]),
+    "a branch of a branch": ({"a": (None, [1]), "b": ("a/1", [4]), "c": ("b/4", [6])}, ["c/6"]),
+    "a branch of the newest": ({"b": (None, [3]), "a": ("b/3", [5])}, ["a/5"]),
+    "a trunk that went on past its branch": ({"a": (None, [1, 9]), "e": ("a/1", [5])}, ["a/9", "e/5"]),
+    "a trunk and a branch at the same step": ({"a": (None, [1, 5]), "e": ("a/1", [5])}, ["a/5", "e/5"]),
+    "two branches": ({"a": (None, [1, 3]), "e": ("a/1", [5]), "f": ("a/3", [7])}, ["e/5", "f/7"]),
+    "separate trainings": ({"a": (None, [900]), "b": (None, [10])}, ["a/900", "b/10"]),
+}
+
+
+@pytest.mark.parametrize("clock", [1, -1], ids=["clock goes on", "clock set back"])
+@pytest.mark.parametrize(("family", "heads"), FAMILIES.values(), ids=FAMILIES)
+def test_steps_and_descent_choose_among_lineages_never_the_clock(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: dict[str, tuple[str | None, list[int]]],
+    heads: list[str],
+    clock: int,
+) -> None:
+    def path_of(checkpoint: str) -> Path:
+        name, step = checkpoint.split("/")
+        return tmp_path / name / f"step_{int(step):08d}"
+
+    now = time.time()
+    for place, (name, (origin, steps)) in enumerate(family.items()):
+        saved_at = now + clock * 36000 * place
+        monkeypatch.setattr(time, "time", lambda saved_at=saved_at: saved_at)
+        lineage = Lineage(tmp_path, name, origin=path_of(origin) if origin else None)
+        for step in steps:
+            lineage.save(step)
+    if len(heads) == 1:
+        found = newest(tmp_path)
+        assert found.checkpoint is not None and found.checkpoint.path == path_of(heads[0])
+        assert found.lineage == path_of(heads[0]).parent and not found.notes
+    else:
+        with pytest.raises(CheckpointError, match="cannot tell which training to continue") as caught:
+            newest(tmp_path)
+        assert caught.value.code == "MC610"
+        commands = [line.split()[:2] for line in caught.value.remedy.splitlines()[1:]]
+        assert commands == [["--resume", str(path_of(head))] for head in heads]
+    for name, (_, steps) in family.items():
+        own = newest(tmp_path, lineage=tmp_path / name)
+        assert own.checkpoint is not None and own.checkpoint.step == steps[-1]
+
+
+def test_a_damaged_branch_gives_way_to_the_lineage_it_began_from(lineage: Lineage) -> None:
+    directory = lineage.folder.parent
+    older, newer = lineage.save(1).path, lineage.save(3).path
+    damage(Lineage(directory, "branch", origin=older).save(5).path)
+    found = newest(directory)
+    assert found.checkpoint is not None and found.checkpoint.path == newer.resolve()
+    assert len(found.notes) == 1 and "passed over step_00000005: [MC601]" in found.notes[0]
 
 
 def test_the_highest_step_of_a_lineage_wins_though_the_clock_was_set_back(

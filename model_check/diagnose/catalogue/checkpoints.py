@@ -126,9 +126,11 @@ CHECKPOINTS: dict[str, Entry] = {
     ),
     "MC610": Entry(
         "several trainings to continue",
-        "--resume auto found several trainings of this model on this data, and none with these settings.",
-        "checkpoint.dir holds other experiments, and the run directory is new, so it does not say which one is meant.",
-        "Checkpoints record the shapes, a fingerprint of the tokens and one of the settings.",
+        "--resume auto found several trainings of this model on this data: none with these settings, or several that "
+        "do not go on from each other.",
+        "checkpoint.dir holds several runs, and the run directory is new, so it does not say which one is meant.",
+        "Checkpoints record the shapes, a fingerprint of the tokens and one of the settings, and a branch records what "
+        "it began from. A branch that has gone further than that lineage takes its place.",
         (
             "add one of the --resume PATH that the message lists",
             "give each experiment a --run-dir of its own: then auto knows which is meant",
