@@ -21,17 +21,9 @@ if [ $# -gt 0 ]; then
   [ "$status" -ne 4 ] || echo "test.sh: pytest cannot take: $*; use --all, --gpu, or a file or flag that pytest knows" >&2
   exit "$status"
 fi
-# What is promised in seconds is tested alone, one test after the other; all the rest two at a time. The scripts of
-# tests/faults keep what they promise in company too, mostly: which does not is measured once more, alone.
-timed=(tests/launch tests/blackbox/test_comms.py)
+# Tests that promise seconds run one after the other: a neighbour on the same cores would stretch what they measure.
+alone=(tests/faults tests/launch tests/blackbox/test_comms.py)
 status=0
-$bin/python -m pytest -m "$select" -n 2 --dist loadfile --ignore=tests/faults "${timed[@]/#/--ignore=}" || status=$?
-in_company=0
-$bin/python -m pytest -m "$select" -n 2 --dist worksteal tests/faults || in_company=$?
-if [ "$in_company" -eq 1 ]; then
-  $bin/python -m pytest -m "$select" --last-failed tests/faults || status=$?
-elif [ "$in_company" -ne 0 ]; then
-  status=$in_company
-fi
-$bin/python -m pytest -m "$select" "${timed[@]}" || status=$?
+$bin/python -m pytest -m "$select" -n 2 --dist loadfile "${alone[@]/#/--ignore=}" || status=$?
+$bin/python -m pytest -m "$select" "${alone[@]}" || status=$?
 exit "$status"

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from result_file import result_path, write_result
 
 from model_check.config import Config, load_config
 from model_check.engine.arrangement import arrange_llama
@@ -30,7 +28,6 @@ from model_check.plan.flops import count_flops_per_token
 from model_check.plan.memory import GIB
 from model_check.plan.peaks import peak_flops
 
-RESULTS = Path(__file__).parent / "results"
 MODES = ("none", "selective", "full")
 WARM_UP = 3
 
@@ -122,20 +119,7 @@ def main() -> None:
             f"{row['planned_gib']:>8}",
             flush=True,
         )
-    date = time.strftime("%Y-%m-%d")
-    record = {
-        "benchmark": "activation_checkpointing",
-        "date": date,
-        "command": "python " + " ".join(sys.argv),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "rows": rows,
-    }
-    output = args.output or RESULTS / f"{date}-activation-checkpointing-{args.layers}layers.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written: {output}")
+    write_result(args.output or result_path(f"activation-checkpointing-{args.layers}layers"), {"rows": rows})
 
 
 if __name__ == "__main__":

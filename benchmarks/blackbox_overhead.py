@@ -19,7 +19,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -29,6 +28,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from result_file import result_path, write_result
 
 from model_check.blackbox.recorder import PHASE, Put, Recorder
 from model_check.numerics.bootstrap import inject_path
@@ -123,14 +124,6 @@ def _seconds(put: Put, what: int, records: int) -> float:
     return time.perf_counter() - start
 
 
-def _hardware(device: str) -> dict[str, object]:
-    import torch
-
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    load = os.getloadavg()[0]
-    return {"gpu": gpu, "cpus": os.cpu_count(), "load": load, "machine": platform.machine(), "torch": torch.__version__}
-
-
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
     """Where the true median lies with 95 % certainty, by rank: assumes nothing about the noise."""
     ordered = sorted(ratios)
@@ -165,8 +158,6 @@ def _result(shape: Shape, seen: Measured) -> dict[str, object]:
         for name, levels in compared.items()
     }
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": _hardware(shape.device),
         "shape": asdict(shape),
         "parameters": seen.parameters,
         "step_ms": {level: seen.step_ms(level) for level in (WITHOUT, BOX, GUARD)},
@@ -188,7 +179,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps in a block (default 20)")
     parser.add_argument("--waits", action="store_true", help="the script waits for its GPU in every step")
     parser.add_argument("--guard", choices=("observe", "full"), default="observe", help="as of model-check run")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, help="the file to write; by default one of today in benchmarks/results")
     options = parser.parse_args()
     shape = _shape(options)
     seen = measure(shape)
@@ -205,13 +196,10 @@ def main() -> None:
     print(f"{seen.records_per_step:.0f} records a step, {result['record_us']:.2f} us each")
     for hook, microseconds in seen.hooks_us.items():
         print(f"  {hook:32s} {microseconds:6.1f} us")
-    options.out.mkdir(parents=True, exist_ok=True)
     variants = f"-batch-{options.batch}" * bool(options.batch) + "-waits" * options.waits
     variants += "-full" * (options.guard == "full")
     what = f"{options.device}-{options.model}{variants}"
-    path = options.out / f"{time.strftime('%Y-%m-%d')}-blackbox-overhead-{what}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {path}")
+    write_result(options.out or result_path(f"blackbox-overhead-{what}"), result)
 
 
 if __name__ == "__main__":

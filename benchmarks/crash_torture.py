@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from result_file import write_result
+
 from model_check.record.ring import read_header
 
 SETTINGS = (
@@ -315,7 +317,7 @@ def main() -> int:
     }
     print(json.dumps(result, indent=1))
     if arguments.json:
-        arguments.json.write_text(json.dumps({**result, "lives": [asdict(life) for life in lives]}, indent=1) + "\n")
+        write_result(arguments.json, {**result, "lives": [asdict(life) for life in lives]})
     return 1 if lost or faults or wrong or missing or final != expected[steps - 1] else 0
 
 

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import tokenizers
 import torch
+from result_file import result_path, write_result
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from model_check.config.shapes import built_in_shape
@@ -34,7 +29,6 @@ from model_check.engine.step import TrainStep
 from model_check.models import apply_compile, build_model
 from model_check.models.fp8 import apply_fp8
 
-RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda")
 SUFFIXES = {".py", ".md", ".rst", ".txt", ".pyi"}
 AVERAGED = 50
@@ -122,24 +116,11 @@ def main() -> None:
         difference = ends["fp8"] / ends["bf16"] - 1
         rows.append({"seed": seed, "last": ends, "difference": difference, "curves": curves})
         print(f"seed {seed}: bf16 {ends['bf16']:.4f}, fp8 {ends['fp8']:.4f}, {difference:+.3%}", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     record = {
-        "benchmark": "fp8_losses",
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python " + " ".join(sys.argv),
-        "commit": commit or None,
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "tokenizers": tokenizers.__version__,
-            "python": platform.python_version(),
-        },
         "text": {"documents": len(corpus), "tokens": len(tokens), "vocabulary": args.vocabulary},
         "rows": rows,
     }
-    output = args.output or RESULTS / f"{record['date']}-fp8-losses.json"
-    output.write_text(json.dumps(record) + "\n")
-    print(f"written: {output}")
+    write_result(args.output or result_path("fp8-losses"), record, ("torch", "tokenizers"))
 
 
 if __name__ == "__main__":

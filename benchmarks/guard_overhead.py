@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 from blackbox_overhead import interval
+from result_file import write_result
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.config import Config, load_config
@@ -207,8 +208,7 @@ def main() -> None:
     for result in results:
         print(json.dumps(asdict(result)))
     if options.out is not None and results:
-        about = {"torch": torch.__version__, "host_cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        options.out.write_text(json.dumps({**about, "results": [asdict(r) for r in results]}, indent=2) + "\n")
+        write_result(options.out, {"results": [asdict(result) for result in results]})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
 import signal
 import statistics
@@ -28,6 +27,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from result_file import write_result
 
 GUESTS = Path(__file__).with_name("guests")
 ROOT = Path(__file__).parents[1]
@@ -195,20 +196,8 @@ def _short(theirs: Any, ours: Any) -> str:
     return f"{theirs!r} without us, {ours!r} with us"[:400]
 
 
-def _versions() -> dict[str, str]:
-    wanted = ("torch", "transformers", "lightning", "accelerate", "trl")
-    known = {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions()}
-    return {"python": platform.python_version(), **{name: known[name] for name in wanted if name in known}}
-
-
 def _record(compared: list[Compared], skipped: dict[str, str]) -> dict[str, Any]:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
-        "command": " ".join(["python", *sys.argv]),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-        "versions": _versions(),
-        "hardware": {"cpus": os.cpu_count(), "machine": platform.machine(), "load": os.getloadavg()[0]},
         "guests": [
             {"name": c.name, "differences": c.differences, "cpu_s": c.cpu_s, "ratio": c.ratio, "ratios": c.ratios}
             for c in compared
@@ -238,7 +227,8 @@ def main() -> int:
             for difference in found.differences:
                 print(f"    {difference}")
     if options.json is not None:
-        options.json.write_text(json.dumps(_record(compared, skipped), indent=2) + "\n")
+        packages = ("torch", "transformers", "lightning", "accelerate", "trl")
+        write_result(options.json, _record(compared, skipped), packages)
     return 0 if all(found.good for found in compared) else 1
 
 

@@ -8,24 +8,19 @@ measured, checksums included.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from result_file import result_path, write_result
 
 from model_check.data import BatchLoader, PackedCache
 from model_check.data.encoded import EncodedDocuments
 from model_check.data.packed import SplitWriter
 
-RESULTS = Path(__file__).with_name("results")
 STEP_SECONDS = 0.001
 SHAPES = ((8, 512), (4, 2048), (2, 8192), (16, 2048))
 WORKERS = (0, 1, 2)
@@ -88,16 +83,7 @@ def main() -> None:
                     f"a 1 ms step waits {rows[-1]['wait_ms_median']:.3f} ms (p99 {rows[-1]['wait_ms_p99']:.3f})",
                     flush=True,
                 )
-    record = {
-        "benchmark": "loader",
-        "date": date.today().isoformat(),
-        "hardware": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
-        "load_average": os.getloadavg(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "numpy")},
-        "results": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{record['date']}-loader.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_result(result_path("loader"), {"results": rows}, ("torch", "numpy"))
 
 
 def _measure(

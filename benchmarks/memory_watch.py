@@ -9,15 +9,13 @@ neighbours disturb both alike; the numbers are medians.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from result_file import write_result
 
 from model_check.config import load_config
 from model_check.engine.arrangement import arrange_llama
@@ -83,12 +81,6 @@ def main() -> None:
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - allocations
     off, on_ = statistics.median(seconds[False]), statistics.median(seconds[True])
     record = {
-        "benchmark": "memory_watch",
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python " + " ".join(sys.argv),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "step_ms_without": off * 1e3,
         "step_ms_with": on_ * 1e3,
         "cost": on_ / off - 1,
@@ -100,8 +92,7 @@ def main() -> None:
         f"{off * 1e3:.2f} ms without, {on_ * 1e3:.2f} ms with: {on_ / off - 1:+.2%}, {allocations} allocations a step"
     )
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=2) + "\n")
+        write_result(args.out, record)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -20,7 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from result_file import result_path, write_result
+
 STEPS = 3
 CASE_LIMIT_S = 150
 
@@ -165,9 +165,7 @@ def main() -> None:
     if args.case is not None:
         print(json.dumps(measure(CASES[args.case])))
         return
-    date = time.strftime("%Y-%m-%d")
-    output = args.out or RESULTS / f"{date}-plan-memory.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
+    output = args.out or result_path("plan-memory")
     print(
         f"{'case':32} {'lay':>3} {'bat':>3} {'contxt':>6} {'peak GiB':>9} {'planned':>8} {'error':>7} {'reserved':>9} "
         f"{'planned':>8} {'outside':>8} {'step s':>7} {'planned':>8}"
@@ -179,19 +177,11 @@ def main() -> None:
             continue
         rows.append(run_case(number))
         show(rows[-1])
-        record = {
-            "benchmark": "plan_memory",
-            "date": date,
-            "command": "python " + " ".join(sys.argv),
-            "python": platform.python_version(),
-            "rows": rows,
-        }
         # After each case: a run that is cut short keeps what it has.
-        output.write_text(json.dumps(record, indent=2) + "\n")
+        write_result(output, {"rows": rows})
     errors = [abs(row["error"]) for row in rows if "error" in row]
     if errors:
         print(f"{len(errors)} cases, largest error {max(errors):.1%}, mean {sum(errors) / len(errors):.1%}")
-    print(f"written: {output}")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from result_file import write_result
 
 from model_check.checkpoint.peers import Peers
 from model_check.checkpoint.saver import Retention, Saver
@@ -204,12 +203,7 @@ def main() -> None:
         rows.append(one_save(number, saver, step, train, synchronize, quiet_s, tokens))
         print(json.dumps(rows[-1]), flush=True)
     record = {
-        "benchmark": "save_pause",
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "device": device.type,
         "parameters": sum(p.numel() for p in step.model.parameters()),
         "route": args.route,
         "bus_gib_per_s": bus,
@@ -221,7 +215,7 @@ def main() -> None:
     }
     print(json.dumps(record, indent=1))
     if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_result(args.out, record)
     shutil.rmtree(args.folder, ignore_errors=True)
 
 

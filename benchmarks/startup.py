@@ -23,7 +23,6 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -169,14 +168,9 @@ def storm(nproc: int) -> dict[str, Any]:
 
 
 def write(name: str, body: dict[str, Any]) -> None:
-    import torch
+    from result_file import result_path, write_result  # not in the ranks, where each import is measured
 
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    file = results / f"{time.strftime('%Y-%m-%d')}-{name}.json"
-    file.write_text(json.dumps({**machine, "imports": IMPORTS, **body}, indent=2) + "\n")
-    print(f"written to {file}")
+    write_result(result_path(name), {"imports": IMPORTS, **body}, IMPORTS)
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ new.
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from result_file import write_result
 
 from model_check.diagnose import Examiner
 from model_check.record import JsonlWriter, RunDir
@@ -35,18 +35,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         days = simulate(RunDir.create(Path(folder) / "run"))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    body = {
-        "command": "python benchmarks/supervisor_week.py",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
-        "versions": {"python": platform.python_version()},
-        "hardware": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "ranks": RANKS,
-        "days": days,
-    }
+    body = {"ranks": RANKS, "days": days}
     if options.out:
-        options.out.write_text(json.dumps(body, indent=1) + "\n")
+        write_result(options.out, body, ())
     json.dump(body, sys.stdout, indent=1)
 
 

@@ -11,11 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from result_file import result_path, write_result
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model_check.config.shapes import built_in_shape
@@ -37,7 +34,6 @@ from model_check.models.fp8 import apply_fp8
 from model_check.plan.flops import count_flops_per_token
 from model_check.plan.peaks import peak_flops
 
-RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda")
 
 
@@ -183,24 +179,11 @@ def main() -> None:
         mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "-"
         print(f"{name:46s} {row['tokens_per_s']:>8,} tokens/s  MFU {mfu}  {row['peak_gib']} GiB  {row['step_ms']} ms")
     record = {
-        "benchmark": "throughput",
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "python " + " ".join(sys.argv),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        or None,
-        "gpu": torch.cuda.get_device_name(),
         "attention": resolve_backend("auto", DEVICE, torch.bfloat16, shape.head_dim, False),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
         "shape": {"model": args.model, "layers": args.layers, "parameters": shape.parameters()},
         "rows": rows,
     }
-    output = args.output or RESULTS / f"throughput-{record['date']}-{args.layers}layers.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written: {output}")
+    write_result(args.output or result_path(f"throughput-{args.layers}layers"), record, ("torch", "transformers"))
 
 
 if __name__ == "__main__":

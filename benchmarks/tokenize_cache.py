@@ -15,22 +15,19 @@ import argparse
 import ast
 import json
 import os
-import platform
 import resource
-import sys
 import sysconfig
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import date
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
 import datasets
 import tokenizers
+from result_file import result_path, write_result
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +36,6 @@ from model_check.data.tokenizer import END_OF_TEXT
 
 CONTEXT = 1024
 OURS = "model-check prepare"
-RESULTS = Path(__file__).with_name("results")
 
 
 def source_files() -> Iterator[str]:
@@ -200,25 +196,13 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as scratch:
         results = {name: compare(name, texts, options.rounds, Path(scratch)) for name, texts in corpora.items()}
-    record = {
-        "benchmark": "tokenize_cache",
-        "date": date.today().isoformat(),
-        "hardware": {"cpu": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0))},
-        "load_average": os.getloadavg(),
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in ("datasets", "tokenizers", "transformers", "numpy")},
-        "context_length": CONTEXT,
-        "results": results,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{record['date']}-tokenize-cache.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    packages = ("datasets", "tokenizers", "transformers", "numpy")
+    write_result(result_path("tokenize-cache"), {"context_length": CONTEXT, "results": results}, packages)
     for name, result in results.items():
         print(
             f"{name}: {result['ratio_per_second']} × the best of datasets.map per second, "
             f"{result['ratio_per_cpu_second']} × per CPU second"
         )
-    print(f"written to {path.name}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,15 @@ scripts.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
-import time
 import venv
 from pathlib import Path
+
+from result_file import write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("2.6.0", "2.8.0", "2.11.0", "2.13.0", "2.15.0")
@@ -46,18 +45,8 @@ def main() -> int:
             results[version] = try_version(version, Path(folder), options.cases)
         named = sum(row["result"] == "ok" for row in results[version].values())
         print(f"torch {version}: {named} of {len(results[version])} as promised", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    body = {
-        "benchmark": "torch_versions",
-        "command": "python " + " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
-        "versions": {"python": platform.python_version(), "torch": list(options.versions)},
-        "hardware": {"cpu": platform.machine(), "cores": os.cpu_count()},
-        "cases": results,
-    }
     if options.out:
-        options.out.write_text(json.dumps(body, indent=1) + "\n")
+        write_result(options.out, {"cases": results}, ())
     return int(any(row["result"] != "ok" for rows in results.values() for row in rows.values()))
 
 

@@ -10,7 +10,6 @@ there are two, so that the difference between those two tells what the machine's
 """
 
 import argparse
-import json
 import os
 import socket
 import statistics
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from blackbox_overhead import interval
+from result_file import result_path, write_result
 from steps_in_turns import VOCABULARY, Llama, Mlp
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("mlp", "llama"), default="llama")
     parser.add_argument("--rounds", type=int, default=16, help="blocks of each kind, in turns (default 16)")
     parser.add_argument("--steps", type=int, default=4, help="steps in a block (default 4)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, help="the file to write; by default one of today in benchmarks/results")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU: torch sees none here")
@@ -183,15 +183,8 @@ def main() -> None:
     dist.init_process_group("nccl")
     for way in WAYS:
         check(way)
-    result = {
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__},
-        "model": options.model,
-    } | measure(options.model, options.rounds, options.steps)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{time.strftime('%Y-%m-%d')}-whole-look-{options.model}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {path}")
+    result = {"model": options.model} | measure(options.model, options.rounds, options.steps)
+    write_result(options.out or result_path(f"whole-look-{options.model}"), result, ("torch", "triton"))
     dist.destroy_process_group()
 
 

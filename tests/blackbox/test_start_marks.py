@@ -134,8 +134,18 @@ def test_a_checkpoint_out_of_order_is_our_own_fault() -> None:
         marks.passed(5)
 
 
-def test_a_process_that_is_no_rank_of_ours_marks_nothing() -> None:
-    StartMarks().passed(7)
+def test_a_process_that_is_no_rank_of_ours_marks_nothing(box: RunDir) -> None:
+    BOX.open(0)
+    StartMarks().passed(1)
+    marks, said = StartMarks(), []
+    marks.begin(0, 1, 0, said.append)
+    if (child := os.fork()) == 0:
+        marks.passed(1)
+        os._exit(len(said))
+    assert os.waitpid(child, 0)[1] == 0, "a child of a rank is not the rank"
+    assert EVENT not in [record["event"] for record in read_jsonl(box.events(0)).records]
+    marks.passed(1)
+    assert read_standing(box)[0].number == 1 and len(said) == 1
 
 
 def test_what_blocks_is_announced_and_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,11 +203,6 @@ def _filled(text: str, values: dict[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), text)
 
 
-def empty_folder(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
 def observe_fault(fault: Fault, folder: Path) -> Observation:
     """Runs the fault to its end and judges everything the table promises about it."""
     seen = Observation()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from expectations import FAULTS, SCRIPTS, Fault
-from faultrun import empty_folder, observe_fault, why_not_here
+from faultrun import observe_fault, why_not_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -64,5 +64,5 @@ def test_the_fault_is_named_on_a_gpu(name: str, tmp_path: Path) -> None:
     # Whose numbers overflow first is decided by the random numbers, and those of a GPU are others.
     as_it_happens = {"ranks": None} if name == "exploding" else {}
     on_gpu = OnGpu(**{**vars(fault), **as_it_happens}, folder=tmp_path / "script").written()
-    seen = observe_fault(on_gpu, empty_folder(tmp_path / "run"))
+    seen = observe_fault(on_gpu, tmp_path)
     assert seen.problems == [], f"{seen.problems}\n{seen.output[-4000:]}"
