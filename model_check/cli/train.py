@@ -28,11 +28,10 @@ from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, choose_gpus, list_gpus
 from model_check.launch.gate import plan_gate
 from model_check.launch.limits import check_address_space, limit_address_space, use_less_memory
-from model_check.launch.reaper import RUN_DIR_VARIABLE
 from model_check.launch.warmstart import without_looking_for_garbage
 from model_check.record import Finding, RunDir, Verdict, write_json_atomic
 from model_check.record.claim import Claim, Job, enter
-from model_check.record.paths import read_mode
+from model_check.record.paths import RUN_DIR_VARIABLE, read_mode
 from model_check.record.rank_context import RankContext, foreign_launcher
 from model_check.record.redaction import redact_text
 
