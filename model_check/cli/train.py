@@ -55,7 +55,7 @@ def train(
     max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
     fast_dev_run: Annotated[int, typer.Option(help="Only N steps, without checkpoints and trackers.")] = 0,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
-    num_workers: Annotated[int | None, typer.Option(help="Loader workers per rank.")] = None,
+    num_workers: Annotated[int | None, typer.Option(help="Loader threads per rank.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or weights in another form.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
     run_dir_mode: Annotated[
