@@ -1,14 +1,18 @@
 """Model Check trains LLaMA-style models on every GPU you have, and says why when a run breaks.
 
-from model_check import load_config, validate_config, DDPTrainer, FSDPTrainer, SimpleModel
+from model_check import observe, diagnose                                                           any PyTorch script
+from model_check import load_config, validate_config, DDPTrainer, FSDPTrainer, SimpleModel          our trainer
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from model_check.api import diagnose, observe
     from model_check.blackbox.communication_profiler import CommunicationProfiler
     from model_check.config import Config, load_config, validate_config
     from model_check.engine.trainer import DDPTrainer, FSDPTrainer
@@ -25,6 +29,7 @@ _HOMES = {
     "DDPTrainer": "model_check.engine.trainer",
     "FSDPTrainer": "model_check.engine.trainer",
     "SimpleModel": "model_check.models",
+    "observe": "model_check.api",
 }
 
 __all__ = [
@@ -33,7 +38,9 @@ __all__ = [
     "DDPTrainer",
     "FSDPTrainer",
     "SimpleModel",
+    "diagnose",
     "load_config",
+    "observe",
     "validate_config",
 ]
 
@@ -42,3 +49,18 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'model_check' has no attribute '{name}'")
+
+
+class _Package(ModuleType):
+    """`model_check.diagnose` is the function, also after the import system has set it to the package of that name."""
+
+    @property
+    def diagnose(self) -> Any:
+        return importlib.import_module("model_check.api").diagnose
+
+    @diagnose.setter
+    def diagnose(self, package: ModuleType) -> None:
+        """`from model_check.diagnose import …` needs no attribute."""
+
+
+sys.modules[__name__].__class__ = _Package

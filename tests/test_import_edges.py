@@ -28,7 +28,8 @@ EDGES: dict[str, set[str]] = {
     "engine": {"data", "models", "checkpoint", "numerics", "blackbox", "plan", "config", "record"},
     "doctor": {"config", "record", "launch", "supervise", "data"},
 }
-ANY_ROOM = {"cli", "__init__", "__main__"}
+# May import any room, and no room imports them: cli imports api, never the reverse.
+ANY_ROOM = {"api", "cli", "__init__", "__main__"}
 WITHOUT_TORCH = ("record", "config", "plan", "supervise", "diagnose")
 
 
@@ -63,6 +64,11 @@ def test_rooms_import_along_their_edges_and_no_edge_is_unused() -> None:
             assert rooms <= EDGES[room], f"{path.relative_to(PACKAGE)} imports {sorted(rooms - EDGES[room])}"
             found[room] |= rooms
     assert found == EDGES
+
+
+def test_api_does_not_import_the_command_line() -> None:
+    assert "cli" not in imported_rooms(PACKAGE / "api.py")
+    assert any("api" in imported_rooms(path) for path in (PACKAGE / "cli").glob("*.py"))
 
 
 @pytest.mark.parametrize("room", WITHOUT_TORCH)

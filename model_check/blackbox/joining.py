@@ -229,6 +229,10 @@ def patch(c10d: Any) -> None:
         return leave(group)
 
     c10d.destroy_process_group = destroy_process_group
+    if c10d.is_initialized():
+        # The script asked to be recorded after it had joined. Ranks that do so cannot know the store, only its port.
+        native_collectives.install()
+        _joined(os.environ.get("MASTER_PORT", ""))
 
 
 def _group_made(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ class StartMarks:
         self._began_at = 0.0
         self._pid = 0
         self._passed = 0
-        self._unwritten: list[tuple[int, float]] = []
+        self._unwritten: list[tuple[int, float, str]] = []
 
     def begin(self, rank: int, world_size: int, local_rank: int, say: Callable[[str], None] | None = None) -> None:
         """This process is a rank. `say` prints a line; without it the start is silent. Beginning again adds nothing."""
@@ -52,14 +52,16 @@ class StartMarks:
     def verbose(self) -> bool:
         return self._say is not None
 
-    def passed(self, number: int) -> None:
-        """Checkpoint `number` is behind this rank."""
+    def passed(self, number: int, *, off: str = "") -> None:
+        """Checkpoint `number` is behind this rank. `off`: why what it is named after is not there."""
         if self._pid != os.getpid() or number <= self._passed:
             return
         assert number == self._passed + 1, f"checkpoint {number} follows {self._passed}: the start has lost its order"
         self._passed = number
-        self._unwritten.append((number, time.monotonic()))
+        self._unwritten.append((number, time.monotonic(), off))
         self._write()
+        if off:
+            self.say(f"CHECKPOINT {number} comes next and is off: {off}")
         self.say(f"CHECKPOINT {number}: {name_of(number)}")
 
     @contextmanager
@@ -103,8 +105,8 @@ class StartMarks:
         """Marks from before the box was open are written with the first one after."""
         if BOX.recorder is None:
             return
-        for number, t in self._unwritten:
-            BOX.event(EVENT, t=t, number=number, name=name_of(number))
+        for number, t, off in self._unwritten:
+            BOX.event(EVENT, t=t, number=number, name=name_of(number), **({"off": off} if off else {}))
         self._unwritten.clear()
 
 

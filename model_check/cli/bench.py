@@ -83,7 +83,7 @@ def throughput(
 def data(
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 512,
-    workers: Annotated[str, typer.Option(help="Numbers of loader workers, e.g. 0,2.")] = "0,1,2",
+    workers: Annotated[str, typer.Option(help="Numbers of loader threads, e.g. 0,2.")] = "0,1,2",
     batches: Annotated[int, typer.Option(min=1, help="Batches measured for each.")] = 200,
     as_json: AsJson = False,
 ) -> None:
@@ -100,7 +100,7 @@ def data(
         rows,
         as_json,
         {
-            "workers": ("workers", "{}"),
+            "workers": ("threads", "{}"),
             "ms_per_batch": ("a batch takes", "{:.3f} ms"),
             "ms_worst": ("the slowest", "{:.3f} ms"),
             "tokens_per_s": ("tokens/s", "{:,.0f}"),

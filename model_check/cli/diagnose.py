@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from model_check.errors import RunDirError
+from model_check import api
 from model_check.record import RunDir, Verdict, read_jsonl
 from model_check.record.ring import read_header
 from model_check.record.start_marks import start_table
@@ -33,17 +33,12 @@ def diagnose(
 
     Example: model-check diagnose .outputs/20260101-120000-4711
     """
-    from model_check.diagnose import examine, render
+    from model_check.diagnose import render
     from model_check.supervise.run_liveness import watch_of
 
+    verdict = api.diagnose(run_dir)
     directory = RunDir.open(run_dir)
-    if not (directory.blackbox_dir.is_dir() or directory.events_dir.is_dir()):
-        raise RunDirError(
-            f"{run_dir} is not a run directory: it has neither blackbox/ nor events/",
-            remedy="pass the folder that the run printed",
-        )
     watch = watch_of(directory)
-    verdict = examine(directory, live=watch is not None and watch.alive)
     if as_json:
         typer.echo(json.dumps(verdict.to_json(), indent=2))
         return

@@ -1,4 +1,4 @@
-"""Joins the rooms that may not know each other: the launcher's supervisor, the rules, and the terminal."""
+"""Connects the supervisor to the terminal: where findings and lines go, and how they look."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from model_check.blackbox.service import request
-from model_check.diagnose import Examiner, render
+from model_check import api
+from model_check.diagnose import render
 from model_check.launch.messages import Voice
 from model_check.record import RunDir, Verdict
 from model_check.supervise.supervisor import Limits, Supervisor
@@ -16,17 +16,14 @@ from model_check.supervise.supervisor import Limits, Supervisor
 
 def supervisor_for(directory: RunDir, limits: Limits) -> Supervisor:
     """A supervisor whose findings come from the rules and go to standard error."""
-    examiner = Examiner(directory)
     color = _in_color()
     voice = Voice()
-    return Supervisor(
+    return api.supervisor_for(
         directory,
-        examine=lambda _, live: examiner.update(live=live),
+        limits,
         say=lambda line: voice.say(f"[model-check] {line}"),
         show=lambda verdict: voice.say(render(verdict, color=color)),
         fall_silent=voice.close,
-        request_flight=request,
-        limits=limits,
     )
 
 

@@ -28,11 +28,10 @@ from model_check.errors import ConfigError, ModelCheckError, UsageError
 from model_check.launch import Gpu, choose_gpus, list_gpus
 from model_check.launch.gate import plan_gate
 from model_check.launch.limits import check_address_space, limit_address_space, use_less_memory
-from model_check.launch.reaper import RUN_DIR_VARIABLE
 from model_check.launch.warmstart import without_looking_for_garbage
 from model_check.record import Finding, RunDir, Verdict, write_json_atomic
 from model_check.record.claim import Claim, Job, enter
-from model_check.record.paths import read_mode
+from model_check.record.paths import RUN_DIR_VARIABLE, read_mode
 from model_check.record.rank_context import RankContext, foreign_launcher
 from model_check.record.redaction import redact_text
 from model_check.record.signal_handlers import handle
@@ -57,7 +56,7 @@ def train(
     max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
     fast_dev_run: Annotated[int, typer.Option(help="Only N steps, without checkpoints and trackers.")] = 0,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
-    num_workers: Annotated[int | None, typer.Option(help="Loader workers per rank.")] = None,
+    num_workers: Annotated[int | None, typer.Option(help="Loader threads per rank.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or weights in another form.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
     run_dir_mode: Annotated[

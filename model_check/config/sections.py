@@ -155,7 +155,7 @@ class TrainingSection(Section):
         description="Number format of AdamW's two moments. `8bit` needs the torchao package.",
     )
     num_workers: int = Field(
-        default=0, ge=0, le=128, description="Loader processes per rank. 0: a thread inside the rank."
+        default=0, ge=0, le=128, description="Threads of each rank that assemble batches ahead. 0: none, in the step."
     )
     scheduler: SchedulerSection = SchedulerSection()
     eval_interval: NonNegative = Field(default=0, description="Steps between evaluations. 0: never.")
@@ -163,7 +163,8 @@ class TrainingSection(Section):
     compile: Switch = Field(default="auto", description="torch.compile of each block. `auto`: on GPUs.")
     fused_loss: Switch = Field(
         default="auto",
-        description="Output head and cross-entropy in chunks, logits never whole. `auto`: where it saves memory.",
+        description="`auto` and `on` do the same: output head and cross-entropy in chunks of at most 1 GiB of logits "
+        "(64 MiB on a CPU). `off`: all logits at once, unless parallel.tensor is above 1.",
     )
     oom_retry: bool = Field(
         default=False,

@@ -306,14 +306,24 @@ class Evidence:
 
     @cached_property
     def stalled(self) -> bool:
-        """Said by the launcher that watches; of a dead run, by the ages of the open waits."""
+        """Said by the launcher that watches; of its dead run, by the ages of the open waits.
+
+        A job that nobody watches is judged at the last look at it: by the ages of whatever its ranks were doing then.
+        """
         if self.stall is not None:
             return True
-        if self.live and self.said("job_started"):
+        watched = bool(self.said("job_started"))
+        if self.live and watched:
             return False
-        waits = [r for r in self.ranks.values() if r.last_progress_t is not None and r.blocking is not None]
-        quiet = [self.end_t - r.last_progress_t for r in waits if r.last_progress_t is not None]
-        return bool(quiet) and max(quiet) >= self.stall_threshold_s
+        look_t = (
+            self.now if self.live else max((r.samples[-1].t for r in self.ranks.values() if r.samples), default=0.0)
+        )
+        if watched or not look_t:
+            since = {r.last_progress_t for r in self.ranks.values() if r.blocking is not None}
+            look_t = self.end_t
+        else:
+            since = {r.last_progress_t for r in self.ranks.values() if r.alive and r.innermost is not None}
+        return any(t is not None and look_t - t >= self.stall_threshold_s for t in since)
 
     @cached_property
     def steps_completed(self) -> int:

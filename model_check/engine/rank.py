@@ -93,6 +93,12 @@ def _open_writer(order: TrainOrder, place: Place, run_dir: RunDir) -> MetricsWri
     return MetricsWriter(run_dir.metrics, sinks, say_once)
 
 
+def _why_no_wandb(config: Config, place: Place) -> str:
+    if not config.logging.wandb:
+        return "logging.wandb is false"
+    return "" if place.is_first else "rank 0 alone talks to W&B"
+
+
 def _lineage_of(run_dir: RunDir) -> Path | None:
     """The lineage that this run directory has saved into before, if it was used before."""
     return run_dir.checkpoints.resolve() if run_dir.checkpoints.is_dir() else None
@@ -185,7 +191,7 @@ def _train(context: RankContext, order: TrainOrder) -> None:
     traced = config.training.profile and place.rank in config.training.profile_ranks
     trace_dir = run_dir.root / "profile" if traced else None
     with _metrics(order, place, run_dir) as metrics, profiled(trace_dir, place.rank, say) as step_done:
-        MARKS.passed(9)
+        MARKS.passed(9, off=_why_no_wandb(config, place))
         resident_memory.mark("assembled")
         MARKS.passed(10)
 

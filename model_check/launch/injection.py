@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from model_check.blackbox.box import GUARD_VARIABLE, RANK_PID_VARIABLE, GuardMode
 from model_check.blackbox.gate import FOLDER_VARIABLE, LINES_VARIABLE, SLOTS_VARIABLE
-from model_check.launch.reaper import RUN_DIR_VARIABLE
 from model_check.record import RunDir
+from model_check.record.paths import RUN_DIR_VARIABLE
 
 
 def injected_environment(

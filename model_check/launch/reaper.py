@@ -25,7 +25,6 @@ from model_check.record import RunDir, read_jsonl
 from model_check.record.rank_exits import CLEAN_CODES
 from model_check.supervise import processes
 
-RUN_DIR_VARIABLE = "MODEL_CHECK_RUN_DIR"  # tells processes where to record; never a reason to kill one
 JOB_VARIABLE = "MODEL_CHECK_JOB"
 _DISMISSED = b"."
 _ROUNDS = 5  # a process forked during one scan is found by the next

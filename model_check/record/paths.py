@@ -11,6 +11,7 @@ from model_check.errors import RunDirError
 
 DEFAULT_ROOT = Path(".outputs")
 LOCK = "run.lock"
+RUN_DIR_VARIABLE = "MODEL_CHECK_RUN_DIR"  # tells processes where to record; never a reason to kill one
 PRIVATE = 0o700
 
 

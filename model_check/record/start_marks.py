@@ -1,7 +1,9 @@
 """The twelve checkpoints of a start: their names, how ranks leave them in their events, and who is where.
 
 A rank appends `{"event": "checkpoint_mark", "number": 5, "name": "Model created"}` when it has passed one. From these
-a start that stopped is one sentence: "rank 0 passed 9, rank 1 is still before 9 (WandbLogger), 34 s".
+a start that stopped is one sentence: "rank 0 passed 9, rank 1 is still before 9 (metrics writer), 34 s".
+
+The names are those of the earlier guides, because people look for them in their logs. Evidence names what runs here.
 """
 
 from __future__ import annotations
@@ -27,6 +29,20 @@ CHECKPOINTS = (
     "Trainer ready",
     "Training finished",
 )
+_COMPONENTS = (
+    "start of the process",
+    "configuration",
+    "import of torch, run directory",
+    "tokenizer, data cache",
+    "process group, model",
+    "optimizer, training step",
+    "data loader",
+    "checkpoint to resume from, checkpoint saver",
+    "metrics writer",
+    "memory marks",
+    "first step",
+    "training",
+)
 START_IS_OVER = 11
 EVENT = "checkpoint_mark"
 
@@ -37,15 +53,16 @@ class Passed:
 
     number: int
     t: float
+    off: str = ""  # why what the checkpoint is named after is not there
 
 
 def name_of(number: int) -> str:
     return CHECKPOINTS[number - 1]
 
 
-def thing_of(number: int) -> str:
-    """What the checkpoint waits for: `WandbLogger` of `WandbLogger ready`."""
-    return name_of(number).rpartition(" ")[0]
+def component_of(number: int) -> str:
+    """What a rank does between the checkpoint before and this one."""
+    return _COMPONENTS[number - 1]
 
 
 def last_passed(events: Iterable[Mapping[str, Any]]) -> Passed | None:
@@ -56,7 +73,7 @@ def last_passed(events: Iterable[Mapping[str, Any]]) -> Passed | None:
         if record.get("event") != EVENT or not isinstance(number, int) or not isinstance(t, (int, float)):
             continue
         if 1 <= number <= len(CHECKPOINTS):
-            last = Passed(number, float(t))
+            last = Passed(number, float(t), str(record.get("off") or ""))
     return last
 
 
@@ -89,7 +106,7 @@ def who_is_where(standing: Mapping[int, Passed], now: float) -> str | None:
         waited = now - max(standing[rank].t for rank in ranks)
         are = "is" if len(ranks) == 1 else "are"
         parts.append(
-            f"{_ranks(ranks)} {are} still before {number + 1} ({thing_of(number + 1)}), {max(0, waited):.0f} s"
+            f"{_ranks(ranks)} {are} still before {number + 1} ({component_of(number + 1)}), {max(0, waited):.0f} s"
         )
     return ", ".join(parts)
 
@@ -109,5 +126,9 @@ def start_table(run_dir: RunDir) -> list[str]:
     sentence = who_is_where(standing, now)
     if sentence is None:
         return []
-    rows = [f"  rank {rank}: CHECKPOINT {p.number}: {name_of(p.number)}" for rank, p in sorted(standing.items())]
-    return [f"start: {sentence}", *rows]
+    return [f"start: {sentence}", *(_row(rank, passed) for rank, passed in sorted(standing.items()))]
+
+
+def _row(rank: int, passed: Passed) -> str:
+    off = f" (off: {passed.off})" if passed.off else ""
+    return f"  rank {rank}: CHECKPOINT {passed.number}: {name_of(passed.number)}{off}"

@@ -18,6 +18,7 @@ _SPELLINGS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
     ("PMI_RANK", "PMI_SIZE", ("PMI_JOBID", "HYDRA_LAUNCHER_JOBID")),
 )
+_RING = re.compile(r"(/.*)/blackbox/rank-\d+\.ring")
 _RANK_LOCAL = re.compile(r"^(global_)?rank$")
 
 
@@ -28,7 +29,7 @@ class FoundRank:
     pid: int
     rank: int | None
     command: tuple[str, ...]
-    run_dir: str | None = None  # set where the job was started under the black box after all
+    run_dir: str | None = None  # set where the rank has a black box
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,13 @@ def find_jobs(pids: Iterable[int] | None = None) -> list[FoundJob]:
 
 
 def _found(pid: int, rank: int | None) -> FoundRank:
-    run_dir = processes.environment_of(pid).get("MODEL_CHECK_RUN_DIR")
-    return FoundRank(pid, rank, tuple(processes.command_of(pid)), run_dir)
+    return FoundRank(pid, rank, tuple(processes.command_of(pid)), _recorded_in(pid))
+
+
+def _recorded_in(pid: int) -> str | None:
+    """The run directory of a rank that records itself: it has its ring mapped."""
+    rings = (_RING.fullmatch(path) for path in processes.mapped_files(pid))
+    return next((found[1] for found in rings if found), None)
 
 
 def _name(job: Sequence[str]) -> str:

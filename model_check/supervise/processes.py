@@ -306,6 +306,12 @@ def environment_of(pid: int) -> dict[str, str]:
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
+def mapped_files(pid: int) -> set[str]:
+    """The paths of the files that the process has mapped into its memory."""
+    lines = (line.split(None, 5) for line in _read(pid, "maps").splitlines())
+    return {words[5] for words in lines if len(words) == 6}
+
+
 def command_of(pid: int) -> list[str]:
     return [part for part in _read(pid, "cmdline").split("\0") if part]
 

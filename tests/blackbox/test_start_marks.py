@@ -20,10 +20,10 @@ from model_check.record.start_marks import (
     CHECKPOINTS,
     EVENT,
     Passed,
+    component_of,
     last_passed,
     read_standing,
     start_table,
-    thing_of,
     who_is_where,
 )
 
@@ -41,17 +41,17 @@ def at(number: int, t: float = 100.0) -> Passed:
     [
         ({}, None),
         ({0: at(11), 1: at(12)}, None),
-        ({0: at(9), 1: at(8)}, "rank 0 passed 9, rank 1 is still before 9 (WandbLogger), 34 s"),
-        ({0: at(8), 1: at(8)}, "ranks 0, 1 are still before 9 (WandbLogger), 34 s"),
-        ({0: at(12), 1: at(4)}, "rank 0 passed 12, rank 1 is still before 5 (Model), 34 s"),
+        ({0: at(9), 1: at(8)}, "rank 0 passed 9, rank 1 is still before 9 (metrics writer), 34 s"),
+        ({0: at(8), 1: at(8)}, "ranks 0, 1 are still before 9 (metrics writer), 34 s"),
+        ({0: at(12), 1: at(4)}, "rank 0 passed 12, rank 1 is still before 5 (process group, model), 34 s"),
         (
             {0: at(9), 1: at(8, 110.0), 2: at(2), 3: at(8, 120.0)},
-            "rank 0 passed 9, ranks 1, 3 are still before 9 (WandbLogger), 14 s, "
-            "rank 2 is still before 3 (Logs directory), 34 s",
+            "rank 0 passed 9, ranks 1, 3 are still before 9 (metrics writer), 14 s, "
+            "rank 2 is still before 3 (import of torch, run directory), 34 s",
         ),
         (
             {0: at(11), **{rank: at(10) for rank in range(1, 9)}},
-            "rank 0 passed 11, ranks 1, 2, 3, 4, 5, 6 and 2 more are still before 11 (Trainer), 34 s",
+            "rank 0 passed 11, ranks 1, 2, 3, 4, 5, 6 and 2 more are still before 11 (first step), 34 s",
         ),
     ],
 )
@@ -59,14 +59,11 @@ def test_the_sentence(standing: dict[int, Passed], expected: str | None) -> None
     assert who_is_where(standing, now=134.0) == expected
 
 
-def test_there_are_twelve_and_each_names_a_thing() -> None:
+def test_evidence_names_a_component_of_ours_for_each_of_the_twelve() -> None:
     assert len(CHECKPOINTS) == 12
-    assert [thing_of(number) for number in (1, 3, 10, 12)] == [
-        "Script",
-        "Logs directory",
-        "MemoryLoggingCallback",
-        "Training",
-    ]
+    components = [component_of(number) for number in range(1, 13)]
+    assert len(set(components)) == 12
+    assert not re.search("Wandb|Accelerator|Callback|LLMModule|DataModule|Trainer", " ".join(components))
 
 
 _JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
@@ -89,14 +86,15 @@ def test_the_table_of_a_dead_run(tmp_path: Path) -> None:
     for rank, numbers in ((0, range(1, 10)), (1, range(1, 9))):
         writer = JsonlWriter(run_dir.events(rank))
         for number in numbers:
-            writer.write({"event": EVENT, "number": number, "name": CHECKPOINTS[number - 1], "t": 50.0 + number})
+            off = {"off": "logging.wandb is false"} if number == 9 else {}
+            writer.write({"event": EVENT, "number": number, "name": CHECKPOINTS[number - 1], "t": 50.0 + number, **off})
         writer.close()
     writer = JsonlWriter(run_dir.supervisor_events)
     writer.write({"event": "rank_exited", "t": 92.0, "rank": 0})
     writer.close()
     assert start_table(run_dir) == [
-        "start: rank 0 passed 9, rank 1 is still before 9 (WandbLogger), 34 s",
-        "  rank 0: CHECKPOINT 9: WandbLogger ready",
+        "start: rank 0 passed 9, rank 1 is still before 9 (metrics writer), 34 s",
+        "  rank 0: CHECKPOINT 9: WandbLogger ready (off: logging.wandb is false)",
         "  rank 1: CHECKPOINT 8: Accelerator configured",
     ]
 
@@ -125,6 +123,18 @@ def test_marks_from_before_the_box_are_written_with_the_first_one_after(box: Run
     assert all(parsed), said
     assert [match[10] for match in parsed if match] == [f"CHECKPOINT {n}: {name}" for n, name in written]
     assert {match.group(6, 7, 8, 9) for match in parsed if match} == {("3", "8", "1", str(os.getpid()))}
+
+
+def test_a_mark_of_something_that_is_off_says_so(box: RunDir) -> None:
+    marks, said = StartMarks(), []
+    marks.begin(0, 1, 0, said.append)
+    BOX.open(0, world_size=1)
+    marks.passed(1, off="logging.wandb is false")
+    assert [line.rpartition("] ")[2] for line in said] == [
+        "CHECKPOINT 1 comes next and is off: logging.wandb is false",
+        "CHECKPOINT 1: Script started",
+    ]
+    assert read_standing(box)[0].off == "logging.wandb is false"
 
 
 def test_a_checkpoint_out_of_order_is_our_own_fault() -> None:

@@ -94,6 +94,24 @@ def test_run_names_a_fault_and_diagnose_explain_and_attach_answer(python: Path, 
     assert (missing.returncode, missing.stderr.splitlines()[0][:33]) == (2, "model-check: error: there is no n")
 
 
+def test_one_line_in_a_script_records_it(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import model_check; model_check.observe(run_dir='out')\n"
+        "import torch\n"
+        "weight = torch.nn.Parameter(torch.ones(2))\n"
+        "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "weight.sum().backward()\n"
+        "optimizer.step()\n"
+        "raise ValueError('label 17 is out of range')\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
+    subprocess.run([python, "train.py"], cwd=tmp_path, env=environment, capture_output=True, timeout=120)
+    verdict = json.loads(run(python, tmp_path, "diagnose", "--json", "out").stdout)
+    (finding,) = verdict["findings"]
+    assert (finding["code"], finding["ranks"], finding["location"]) == ("MC301", [0], "train.py:7")
+    assert (verdict["outcome"], verdict["steps_completed"]) == ("failed", 1)
+
+
 @pytest.mark.parametrize("verb", ["train", "prepare", "plan"])
 def test_a_verb_of_the_trainer_says_what_to_install(python: Path, tmp_path: Path, verb: str) -> None:
     done = run(python, tmp_path, verb)

@@ -19,9 +19,9 @@ import pytest
 from model_check.errors import UsageError
 from model_check.launch.command import run_command
 from model_check.launch.foreign import ForeignScript
-from model_check.launch.reaper import RUN_DIR_VARIABLE
 from model_check.launch.signals import REPEATED_WITHIN_S
 from model_check.record import RunDir, Verdict, read_jsonl
+from model_check.record.paths import RUN_DIR_VARIABLE
 from model_check.supervise import processes
 from model_check.supervise.supervisor import Supervisor
 from tests.signals import hear_signals

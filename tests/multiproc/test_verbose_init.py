@@ -57,7 +57,7 @@ def test_a_start_that_stops_is_one_sentence_live_and_afterwards(shell: Shell) ->
         "--nproc", "2", "--max-steps", "3", *wanted, PYTHONPATH=f"{shell.folder}:{ROOT}", WANDB_API_KEY="s3cr3tvalue"
     )
     assert done.code == 1
-    sentence = r"rank 1 passed 11, rank 0 is still before 9 \(WandbLogger\), \d+ s"
+    sentence = r"rank 1 passed 11, rank 0 is still before 9 \(metrics writer\), \d+ s"
     finding = done.verdict()["findings"][0]
     assert finding["ranks"] == [0] and finding["location"].endswith("/wandb.py:5")
     assert any(re.search(sentence, line) for line in finding["evidence"]), finding["evidence"]

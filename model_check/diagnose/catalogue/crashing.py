@@ -45,6 +45,7 @@ CRASHING: dict[str, Entry] = {
         "The kernel log names the process among its out-of-memory kills.",
         ("fewer loader workers, fewer ranks, memory-mapped data", "load weights on one rank at a time, or with mmap"),
         "Out of memory: Killed process 4711 (python)",
+        ours=("start fewer ranks, or share what they import: launch.start=warm",),
     ),
     "MC305": Entry(
         "killed by a memory limit",
@@ -59,7 +60,7 @@ CRASHING: dict[str, Entry] = {
         "memory.max 32 GiB, 4 ranks × 9 GiB",
         ours=(
             "raise the limit (docker --memory, resources.limits.memory, --mem, launch.memory_limit_gb)",
-            "lower training.num_workers, or start fewer ranks",
+            "start fewer ranks, or share what they import: launch.start=warm",
         ),
     ),
     "MC306": Entry(

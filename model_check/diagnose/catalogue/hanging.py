@@ -54,7 +54,7 @@ HANGING: dict[str, Entry] = {
         "def __getitem__(self, i):\n    return read(self.paths[i])   # an NFS mount that hangs",
         ours=(
             "look at the named line, and at the file system under data.cache_dir",
-            "training.num_workers=0 shows the stack in the rank itself",
+            "training.num_workers=0 reads on the main thread instead of on loader threads, so its stack shows the line",
         ),
     ),
     "MC205": Entry(
@@ -189,11 +189,6 @@ HANGING: dict[str, Entry] = {
             "num_workers=0 shows the worker's error in the rank itself",
         ),
         "DataLoader(dataset, num_workers=16)   # in a container with 64 MB of /dev/shm",
-        ours=(
-            "look for the kernel's memory kills; lower training.num_workers",
-            "enlarge /dev/shm (docker: --shm-size=16g)",
-            "training.num_workers=0 shows the worker's error in the rank itself",
-        ),
     ),
     "MC217": Entry(
         "lost peer",

@@ -1,0 +1,73 @@
+"""Evidence of ranks that record themselves (`model_check.observe`) and that no launcher of ours watches.
+
+A launcher takes stacks and samples when a rank has been quiet for too long. Here nobody did, so whoever asks for the
+verdict takes them now, and only of ranks that are quiet: a healthy job is not touched.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from model_check.record import RunDir, read_jsonl
+from model_check.record.journal import Journal
+from model_check.record.process_identity import is_near, live_pid
+from model_check.record.ring import read_header
+from model_check.supervise.collect import FlightRequest, Gatherer
+from model_check.supervise.process_exits import exit_code_recorded
+from model_check.supervise.pulse import Pulse
+
+_RING = re.compile(r"rank-(\d+)\.ring")
+_QUIET_S = 5.0  # as long as the supervisor's shortest threshold
+_ROUNDS = 3  # only several looks tell a loop from progress
+_BETWEEN_ROUNDS_S = 0.5
+
+
+def look_at_ranks(
+    run_dir: RunDir, request_flight: FlightRequest | None = None, pause: Callable[[float], None] = time.sleep
+) -> bool:
+    """Whether a rank lives on this host. If one has been quiet, stacks, samples and flight records of all are taken."""
+    headers = {
+        int(found[1]): read_header(path)
+        for path in sorted(run_dir.blackbox_dir.glob("rank-*.ring"))
+        if (found := _RING.fullmatch(path.name))
+    }
+    pids = {rank: pid for rank, who in headers.items() if (pid := live_pid(who)) is not None}
+    if not pids:
+        return False
+    journal = Journal(run_dir)
+    gather = Gatherer(run_dir, journal, request_flight)
+    try:
+        _write_exits(run_dir, journal, {rank: who for rank, who in headers.items() if rank not in pids})
+        if any(_is_quiet(run_dir, rank) for rank in pids):
+            for number in range(_ROUNDS):
+                if number:
+                    pause(_BETWEEN_ROUNDS_S)
+                gather.sample(pids)
+                gather.stacks(pids)
+            gather.flight(pids)
+    finally:
+        gather.close()
+        journal.close()
+    return True
+
+
+def _is_quiet(run_dir: RunDir, rank: int) -> bool:
+    pulse = Pulse(run_dir.ring(rank), started_at=0.0)
+    try:
+        return pulse.beat() and time.monotonic() - pulse.last_at > _QUIET_S
+    finally:
+        pulse.close()
+
+
+def _write_exits(run_dir: RunDir, journal: Journal, ended: Mapping[int, Mapping[str, Any]]) -> None:
+    """Ranks whose process is gone, with the exit code that they announced, if any."""
+    records = read_jsonl(run_dir.supervisor_events).records
+    known = {(r.get("rank"), r.get("pid")) for r in records if r.get("event") == "rank_exited"}
+    for rank, who in ended.items():
+        pid = who.get("pid")
+        if is_near(who) and isinstance(pid, int) and (rank, pid) not in known:
+            code = exit_code_recorded(run_dir, rank, pid)
+            journal.write("rank_exited", rank=rank, pid=pid, code=code, signal=None)
