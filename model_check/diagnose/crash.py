@@ -35,7 +35,6 @@ from model_check.diagnose.raised import (
 )
 from model_check.diagnose.timeouts import gave_up_finding
 from model_check.diagnose.uneven import loader_frame
-from model_check.diagnose.victims import is_lost_peer, unexpected_size
 from model_check.diagnose.waits import Wait
 from model_check.errors import (
     CacheDamaged,
@@ -47,6 +46,7 @@ from model_check.errors import (
     UsageError,
 )
 from model_check.record import Finding
+from model_check.record.error_texts import lost_its_peer, unexpected_size
 
 _FATAL_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
@@ -142,17 +142,8 @@ def _time(record: Mapping[str, Any] | None) -> float | None:
 
 
 def _says_lost_peer(rank: RankEvidence, exception: Mapping[str, Any] | None) -> bool:
-    if exception is not None:
-        code, _ = classify_exception(exception)
-        return code == "MC301" and is_lost_peer(_text(exception))
-    # The NCCL watchdog aborts without a Python exception: only the log says that a peer was lost.
-    aborted = rank.exit is not None and rank.exit.signal == signal.SIGABRT
-    return aborted and is_lost_peer(rank.log_tail[-4096:])
-
-
-def _text(exception: Mapping[str, Any]) -> str:
-    root = f"{exception.get('root_type') or ''} {exception.get('root_message') or ''}"
-    return f"{exception.get('type')}: {exception.get('message')} {root}"
+    end = rank.exit
+    return lost_its_peer(exception, end.code if end else None, end.signal if end else None, rank.log_tail)
 
 
 def _same_trouble(one: Failure, other: Failure) -> bool:

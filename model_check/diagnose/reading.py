@@ -26,12 +26,11 @@ from model_check.diagnose.frames import Frame, ThreadStack, whole
 from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
-from model_check.record.files import open_regular
+from model_check.record.files import open_regular, read_tail
 
 _RANK_FILE = re.compile(r"rank-(\d+)")
 _ROUND = re.compile(r"\.(\d+)\.")
 _FAULT_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)$', re.MULTILINE)
-_LOG_TAIL_BYTES = 16 * 1024
 _LONGEST_LINE_BYTES = 16 << 20  # a record of ours is a few kilobytes
 _MOST_RANKS = 1 << 17  # a number beyond this is damage, not a job
 _KEPT_SAMPLES = 600
@@ -333,11 +332,11 @@ class Reader:
             samples=tuple(samples),
             flight=self._cached(flights[-1], read_flight) if flights else (),
             fault_frames=tuple(
-                place.frame(f) for f in read_fault_text(_tail(self.run_dir.stacks_dir / f"{name}.fault.txt"))
+                place.frame(f) for f in read_fault_text(read_tail(self.run_dir.stacks_dir / f"{name}.fault.txt"))
             ),
             exit=exit,
             started_t=started,
-            log_tail=_tail(self.run_dir.logs / f"{name}.log") if exit is not None and not exit.ok else "",
+            log_tail=read_tail(self.run_dir.logs / f"{name}.log") if exit is not None and not exit.ok else "",
         )
 
     def _files(self, folder: Path, pattern: str) -> list[Path]:
@@ -363,16 +362,6 @@ def load(run_dir: RunDir, *, live: bool = False, now: float | None = None) -> Ev
 def _round_of(path: Path) -> int:
     match = _ROUND.search(path.name)
     return int(match[1]) if match else 0
-
-
-def _tail(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankExit], dict[int, float]]:

@@ -6,8 +6,6 @@ victims: a victim is never the first failure while another rank has an error tha
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,29 +14,12 @@ from textwrap import shorten
 from typing import Any
 
 from model_check.record import RunDir, read_json, read_jsonl
+from model_check.record.error_texts import is_lost_peer, lost_its_peer
+from model_check.record.files import read_tail
 
 EXIT_STOPPED_AND_SAVED = 75
 CLEAN_CODES = (0, EXIT_STOPPED_AND_SAVED)
 
-_LOST_PEER = re.compile(
-    r"""connection\ (closed|reset|refused|was\ aborted|aborted)
-    | connection\ was\ (closed|reset)
-    | closed\ by\ (the\ )?(remote\ )?peer
-    | broken\ pipe
-    | application\ timeout\ caused\ pair\ closure
-    | remote\ process\ exited
-    | ncclRemoteError
-    | NCCL\ communicator\ was\ aborted
-    | collective\ operation\ timeout
-    | timed\ out\ waiting\ .{0,80}\ (recv|send)\ operation
-    | connectFullMesh\ failed
-    | failed\ to\ recv,\ got\ 0\ bytes
-    | recvValue\ failed
-    | DistNetworkError | DistStoreError
-    """,
-    re.IGNORECASE | re.VERBOSE,
-)
-_LOG_TAIL_BYTES = 1 << 16
 _LONGEST = 200  # of a message on the launcher's own line; the log and the verdict have the whole of it
 
 
@@ -79,11 +60,6 @@ class FailedRank:
     at_monotonic: float
 
 
-def is_lost_peer(text: str) -> bool:
-    """Whether an error text says only that another rank went away."""
-    return _LOST_PEER.search(text) is not None
-
-
 def read_error(run_dir: RunDir, exit: RankExit, error_file: Path | None = None) -> dict[str, Any] | None:
     """The first exception this rank recorded in this attempt, or what torch's @record left in its error file."""
     for record in read_jsonl(run_dir.events(exit.rank)).records:
@@ -106,27 +82,9 @@ def _torch_error(left: dict[str, Any]) -> dict[str, Any]:
 
 def weigh(exit: RankExit, error: dict[str, Any] | None, log: Path) -> FailedRank:
     """Decides whether a failed rank is a victim, and when its trouble began."""
-    if error is not None:
-        said = f"{error.get('root_type', error['type'])}: {error.get('root_message', error['message'])}"
-        began = min(float(error.get("t", exit.at_monotonic)), exit.at_monotonic)
-    else:
-        said = _last_words(exit, log)
-        began = exit.at_monotonic
-    return FailedRank(exit, error, is_lost_peer(said), began)
-
-
-def _last_words(exit: RankExit, log: Path) -> str:
-    """What the log says of a death without a record: an abort explains itself above its stack, a script last."""
-    if exit.signal != signal.SIGABRT and exit.code != 1:
-        return ""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            tail = file.read().decode("utf-8", "replace").rstrip()
-    except FileNotFoundError:
-        return ""
-    return tail if exit.signal == signal.SIGABRT else tail.rpartition("\n")[2]
+    victim = lost_its_peer(error, exit.code, exit.signal, read_tail(log) if error is None else "")
+    began = min(float(error.get("t", exit.at_monotonic)), exit.at_monotonic) if error else exit.at_monotonic
+    return FailedRank(exit, error, victim, began)
 
 
 def first_failure(failed: Sequence[FailedRank]) -> FailedRank | None:

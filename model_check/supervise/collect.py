@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from model_check.record import RunDir, write_json_atomic
+from model_check.record.error_texts import PORT_TAKEN
 from model_check.record.journal import Journal
 from model_check.record.redaction import redact_argv
 from model_check.record.ring import read_header
@@ -24,7 +25,6 @@ from model_check.supervise.memorykills import MemoryKillWatch
 _CHILDREN_PER_RANK = 4
 _FLIGHT_WAIT_S = 2.0
 _TELLING = re.compile(r'"event": "(exception|exit|raised|swallowed_exception)"')
-_PORT_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _PORT_NUMBER = re.compile(r"port:?\s*(\d{2,5})")
 
 FlightRequest = Callable[[str, str], dict[str, Any]]
@@ -137,7 +137,7 @@ class Gatherer:
         for rank in ranks:
             for line in self._new_events(rank):
                 news |= set(_TELLING.findall(line)[:1])
-                if _PORT_IN_USE.search(line):
+                if PORT_TAKEN.search(line):
                     self._name_holders(map(int, _PORT_NUMBER.findall(line)))
         return news
 
