@@ -19,7 +19,6 @@ from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, PLACED_BY_RECORD, make_finding, waiting_text
-from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
 from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
@@ -47,6 +46,7 @@ from model_check.errors import (
 )
 from model_check.record import Finding
 from model_check.record.error_texts import lost_its_peer, unexpected_size
+from model_check.record.stacks import Frame, innermost_user
 
 _FATAL_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}

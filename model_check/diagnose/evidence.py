@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, get_args
 
-from model_check.diagnose.frames import Frame, ThreadStack
 from model_check.record.ring import FLAG_ASYNC, Crumb
+from model_check.record.stacks import Frame, ProcessStacks
 from model_check.record.verdict import Outcome
 
 if TYPE_CHECKING:
@@ -21,26 +21,6 @@ STALL_STEPS = 5.0
 _CLOCK_SLACK_S = 0.05
 WAIT_PHASES = frozenset({"collective", "barrier", "p2p", "init", "store", "gate"})
 P2P_OPS = frozenset({"send", "recv", "batch_p2p"})
-
-
-@dataclass(frozen=True)
-class StackDump:
-    """The stacks of one process at one moment."""
-
-    t: float
-    rank: int
-    pid: int
-    round: int
-    source: str
-    process: str
-    threads: tuple[ThreadStack, ...]
-    error: str | None = None
-
-    @cached_property
-    def main(self) -> ThreadStack | None:
-        by_id = next((t for t in self.threads if t.native_id == self.pid), None)
-        by_name = next((t for t in self.threads if t.name == "MainThread"), None)
-        return by_id or by_name or (self.threads[0] if self.threads else None)
 
 
 @dataclass(frozen=True)
@@ -99,7 +79,7 @@ class RankEvidence:
     header: Mapping[str, Any] = field(default_factory=dict)
     crumbs: tuple[Crumb, ...] = ()
     events: tuple[Mapping[str, Any], ...] = ()
-    stacks: tuple[StackDump, ...] = ()
+    stacks: tuple[ProcessStacks, ...] = ()
     samples: tuple[ProcSample, ...] = ()
     flight: tuple[FlightEntry, ...] = ()
     fault_frames: tuple[Frame, ...] = ()
@@ -193,7 +173,7 @@ class RankEvidence:
     def exceptions(self) -> list[Mapping[str, Any]]:
         return self.happened("exception")
 
-    def rank_stacks(self) -> list[StackDump]:
+    def rank_stacks(self) -> list[ProcessStacks]:
         """Rounds of this rank's own process that could be taken, oldest first."""
         return [s for s in self.stacks if s.process == "rank" and s.threads]
 

@@ -13,7 +13,6 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, no_progress_text, waiting_text
-from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import joining_findings
 from model_check.diagnose.life import sign_of_life
@@ -22,6 +21,7 @@ from model_check.diagnose.source import source_text
 from model_check.diagnose.stuck_rank import Standing
 from model_check.diagnose.waits import Wait, find_cycle, holders
 from model_check.record import Finding
+from model_check.record.stacks import Frame
 
 _SLOW_BUT_FINE = {
     "save": "saving a checkpoint",

@@ -25,9 +25,10 @@ from model_check.diagnose.evidence import (
     frame_of,
 )
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame, whole
 from model_check.record import Finding
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame
+from model_check.record.values import whole
 
 NEWEST = 40  # newest steps to look at
 NEWEST_BURSTS = 100  # the same, for a rank that is slow now and then

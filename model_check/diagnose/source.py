@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from model_check.diagnose.frames import Frame
+    from model_check.record.stacks import Frame
 
 _MAX_SOURCE_LINES = 20_000
 _MAX_SOURCE_BYTES = 4 << 20

@@ -11,9 +11,9 @@ from pathlib import PurePosixPath
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame
 from model_check.record import Finding
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame
 from model_check.record.start_marks import last_passed, who_is_where
 
 IMPORT_STORM_S = 8.0

@@ -10,14 +10,14 @@ import linecache
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from model_check.record import RunDir, write_json_atomic
+from model_check.record import RunDir
 from model_check.record.journal import Journal
+from model_check.record.stacks import Frame, ProcessStacks
 from model_check.supervise import processes, stacks
 from model_check.supervise.job_finder import FoundJob, FoundRank
-from model_check.supervise.stacks import Frame, ProcessStacks
 
 ROUND_PAUSE_S = 0.8
 _ACTIVE_CPU_S = 0.05
@@ -147,11 +147,9 @@ def _round(numbered: Sequence[tuple[int, FoundRank]]) -> dict[int, _Look]:
 def _write_round(run_dir: RunDir, number: int, looks: dict[int, _Look]) -> None:
     run_dir.stacks_dir.mkdir(exist_ok=True)
     for rank, look in looks.items():
-        name = f"rank-{rank:05d}.{number}"
-        write_json_atomic(run_dir.stacks_dir / f"{name}.json", look.stacks.to_json(rank, "rank"))
+        replace(look.stacks, rank=rank).write(run_dir, str(number))
         for worker in look.workers:
-            path = run_dir.stacks_dir / f"{name}.{worker.pid}.json"
-            write_json_atomic(path, worker.to_json(rank, "loader_worker"))
+            replace(worker, rank=rank, process="loader_worker").write(run_dir, str(number))
     journal = Journal(run_dir)
     if number == 1:
         journal.write("attached", nproc=len(looks))
@@ -166,8 +164,8 @@ def _write_picture(run_dir: RunDir, picture: JobPicture) -> None:
 
 
 def _stand(rank: int, pid: int, first: _Look, second: _Look) -> Standing:
-    thread = second.stacks.main_thread()
-    earlier = first.stacks.main_thread()
+    thread = second.stacks.main
+    earlier = first.stacks.main
     kind, doing, frame = _read_stack(second)
     state = second.sample.stat.state if second.sample else "?"
     busy = False
@@ -185,10 +183,10 @@ def _stand(rank: int, pid: int, first: _Look, second: _Look) -> Standing:
 
 def _read_stack(look: _Look) -> tuple[Kind, str, Frame | None]:
     """What the main thread does below the user's innermost line."""
-    thread = look.stacks.main_thread()
+    thread = look.stacks.main
     if thread is None or not thread.frames:
         return "unreadable", look.stacks.error or "no stack", None
-    user = thread.user_frame()
+    user = thread.user_frame
     inner = thread.frames[: thread.frames.index(user)] if user else thread.frames
     for frame in reversed(inner):
         call = frame.function.rpartition(".")[2]
@@ -220,8 +218,8 @@ def _read_stack(look: _Look) -> tuple[Kind, str, Frame | None]:
 
 def _worker_frame(look: _Look) -> Frame | None:
     for worker in look.workers:
-        thread = worker.main_thread()
-        frame = thread.user_frame() if thread else None
+        thread = worker.main
+        frame = thread.user_frame if thread else None
         if frame is not None:
             return frame
     return None

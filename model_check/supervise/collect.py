@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -98,9 +99,8 @@ class Gatherer:
         if in_passing and taken.source != "py-spy":
             return  # the kernel knows no source lines: the previous round says more
         process = "rank" if is_rank else "loader_worker" if taken.is_loader_worker else "child"
-        name = f"rank-{rank:05d}.{self._stack_round}" + (f".look-{self._looks}" if self._looks else "")
-        path = self._run_dir.stacks_dir / (f"{name}.json" if is_rank else f"{name}.{pid}.json")
-        write_json_atomic(path, taken.to_json(rank, process))
+        round = f"{self._stack_round}" + (f".look-{self._looks}" if self._looks else "")
+        replace(taken, rank=rank, process=process).write(self._run_dir, round)
 
     def flight(self, pids: Mapping[int, int]) -> None:
         """The c10d flight recorder of every rank that answers."""

@@ -17,10 +17,10 @@ import pytest
 from model_check.cli.main import main
 from model_check.errors import UsageError
 from model_check.record import RunDir, read_json, read_jsonl
+from model_check.record.stacks import Frame
 from model_check.supervise import processes
 from model_check.supervise.attach import JobPicture, Standing, describe, look_at, merge
 from model_check.supervise.job_finder import FoundJob, FoundRank, find_jobs, jobs_of
-from model_check.supervise.stacks import Frame
 
 # Stand-ins with torch's paths and names: positions are read from stacks, and these stacks look the same.
 _COLLECTIVES = "import os\ndef all_reduce():\n    os.read(os.pipe()[0], 1)\n"

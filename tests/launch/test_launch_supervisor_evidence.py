@@ -78,13 +78,13 @@ def test_a_stopped_process_is_in_state_t_and_its_stack_can_still_be_read(python:
     _until(lambda: processes.read_stat(process.pid).state == "T")
     taken = stacks.take(process.pid)
     assert taken.source == "py-spy" and taken.error is None
-    assert "napping" in [frame.function for frame in taken.main_thread().frames]
+    assert "napping" in [frame.function for frame in taken.main.frames]
 
 
 def test_the_stack_of_a_process_that_holds_the_gil_in_c_code(python: Any) -> None:
     process = python("import ctypes\ndef hold():\n    print('here', flush=True); ctypes.PyDLL(None).sleep(100)\nhold()")
     _until(lambda: processes.read_stat(process.pid).state == "S")
-    thread = stacks.take(process.pid).main_thread()
+    thread = stacks.take(process.pid).main
     assert thread is not None and thread.gil
     assert thread.frames[0].function == "hold"
 
