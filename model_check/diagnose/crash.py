@@ -52,7 +52,6 @@ _FATAL_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
 )
 _ENDING_SIGNALS = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP})
-_SAVED_AND_STOPPED = 75
 _GIB = 1 << 30
 _TIDY_END = (
     "end the script with dist.destroy_process_group(): threads of the backend that still run may abort the exit",
@@ -105,9 +104,7 @@ def find_failures(evidence: Evidence) -> list[Failure]:
     for rank in evidence.ranks.values():
         exception = _fatal_exception(rank)
         end = rank.exit
-        if exception is None and (
-            end is None or end.ok or end.code == _SAVED_AND_STOPPED or (end.code is None and end.signal is None)
-        ):
+        if exception is None and (end is None or not end.failed or end.unknown):
             continue
         began = _time(exception) or (end.t if end is not None else evidence.now)
         if exception is not None and began >= evidence.signals_sent.get(rank.rank, math.inf):

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, get_args
 
+from model_check.record.rank_exits import RankExit
 from model_check.record.ring import FLAG_ASYNC, Crumb
 from model_check.record.stacks import Frame, ProcessStacks
 from model_check.record.verdict import Outcome
@@ -41,20 +42,6 @@ class ProcSample:
     switches: int | None = None  # how often the main thread went to sleep; None where nobody counted
     rss_file: int = 0  # of the resident bytes, those of mapped files; 0 where nobody counted
     children: tuple[Mapping[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class RankExit:
-    """How a rank's process ended, by the launcher's clock."""
-
-    t: float
-    pid: int
-    code: int | None
-    signal: int | None
-
-    @property
-    def ok(self) -> bool:
-        return self.signal is None and self.code == 0
 
 
 @dataclass(frozen=True)

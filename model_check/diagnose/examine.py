@@ -6,7 +6,6 @@ follows from an explanation is not reported beside it.
 
 from __future__ import annotations
 
-import signal
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -35,11 +34,11 @@ from model_check.diagnose.start import start_findings, with_start
 from model_check.diagnose.waits import find_waits
 from model_check.diagnose.warnings_training import training_warnings
 from model_check.record import Finding, RunDir, Verdict
+from model_check.record.rank_exits import EXIT_STOPPED_AND_SAVED
 from model_check.record.verdict import Outcome
 
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 _CERTAINTY = {"proven": 0, "observed": 1, "suspected": 2}
-_STOPPED_AND_SAVED = 75
 _EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 _INTERRUPTING = ("interrupt", "sigint", "sigterm", "terminated", "request")
 
@@ -178,7 +177,7 @@ def _outcome(evidence: Evidence, findings: list[Finding]) -> tuple[Outcome, int 
         return outcome, own if outcome == "failed" and own is not None else made
     why = evidence.stopped_why.lower()
     if any(word in why for word in _INTERRUPTING) and not why.startswith(("hang", "proven")):
-        return "interrupted", _STOPPED_AND_SAVED if any(e.code == _STOPPED_AND_SAVED for e in exits) else None
+        return "interrupted", EXIT_STOPPED_AND_SAVED if any(e.code == EXIT_STOPPED_AND_SAVED for e in exits) else None
     failures = sorted(find_failures(evidence), key=lambda f: (f.victim, f.began))
     if (code := _own_code(evidence, [*guilty, *(f.rank.rank for f in failures)])) is not None:
         return "failed", code
@@ -198,7 +197,7 @@ def _own_code(evidence: Evidence, ranks: Iterable[int]) -> int | None:
     for rank in map(evidence.of, ranks):
         end = rank.exit
         if end is not None and not end.ok and not evidence.ended_by_us(rank.rank):
-            return end.code if end.code is not None else 128 + (end.signal or int(signal.SIGKILL))
+            return end.exit_code
         said = rank.happened("exit")
         code = said[-1].get("code") if said else None
         if isinstance(code, int) and code:

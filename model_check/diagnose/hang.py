@@ -66,11 +66,7 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     if cycle:
         return [cycle_finding(evidence, cycle, waits)]
     held = holders(waits, evidence)
-    gone = [
-        rank
-        for rank in held
-        if (end := evidence.of(rank).exit) is not None and (end.ok or (end.code is None and end.signal is None))
-    ]
+    gone = [rank for rank in held if (end := evidence.of(rank).exit) is not None and (end.ok or end.unknown)]
     if gone:
         victims = sorted({victim for rank in gone for victim in held[rank]})
         return [departed_finding(evidence, tables, gone, victims, waiting_text(waits, victims))]

@@ -19,13 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
-from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, RankExit
+from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence
 from model_check.diagnose.flight import read_flight
 from model_check.diagnose.following import FollowedRing
 from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
 from model_check.record.files import open_regular, read_tail
+from model_check.record.rank_exits import RANK_EXITED, RankExit
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
 from model_check.record.values import objects, seconds, whole
 
@@ -268,9 +269,8 @@ class Reader:
         name = f"rank-{rank:05d}"
         place = Place.of(header)
         events = tuple(e for e in tail.records if not _of_earlier_life(e, whole(header.get("pid")), began))
-        exit = _first_end(
-            _own_farewell(events, whole(header.get("pid")), believed_before if exit is None else math.inf), exit
-        )
+        farewell = _own_farewell(events, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
+        exit = _first_end(farewell, exit)
         files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
         read = partial(read_stacks, show=place.frame)
         dumps = [dump for path in files if (dump := self._cached(path, read)) is not None and dump.rank == rank]
@@ -328,20 +328,12 @@ def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankE
         rank = record.get("rank")
         if not is_rank(rank):
             continue
-        t = seconds(record)
         if record.get("event") == "rank_started":
-            starts[rank] = t
+            starts[rank] = seconds(record)
             exits.pop(rank, None)
-        elif record.get("event") == "rank_exited":
-            code, number = _number(record.get("code")), _number(record.get("signal"))
-            if code is not None and code < 0:
-                number, code = -code, None  # subprocess's spelling of a signal death
-            exits[rank] = RankExit(t=t, pid=whole(record.get("pid")), code=code, signal=number)
+        elif record.get("event") == RANK_EXITED:
+            exits[rank] = RankExit.from_json(record)
     return exits, starts
-
-
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
 
 
 def _first_end(farewell: RankExit | None, exit: RankExit | None) -> RankExit | None:
@@ -357,7 +349,7 @@ def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
     return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and whole(event.get("pid") or pid) != pid)
 
 
-def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int, believed_before: float) -> RankExit | None:
+def _own_farewell(events: Iterable[Mapping[str, Any]], rank: int, pid: int, believed_before: float) -> RankExit | None:
     """A rank that says it leaves with code 0 takes part in nothing any more; its process may need seconds to end.
 
     One that called no exit does not know its code itself: `raise SystemExit(3)` looks like a return from inside. Its
@@ -366,7 +358,7 @@ def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int, believed_before
     for record in events:
         if record.get("event") == "exit" and record.get("code") == 0 and record.get("pid") == pid:
             guessed = record.get("via") == "return" and seconds(record) > believed_before
-            return None if guessed else RankExit(t=seconds(record), pid=pid, code=0, signal=None)
+            return None if guessed else RankExit(rank, pid, 0, None, seconds(record))
     return None
 
 

@@ -134,7 +134,7 @@ class Supervisor:
             return
         if not exit.failed:
             # Peers that still need it show within moments, or never.
-            self._look_closely(exit.at_monotonic)
+            self._look_closely(exit.t)
         elif not self._crashed:
             self._crashed = True
             try:
@@ -485,7 +485,7 @@ class Supervisor:
         finding.seconds_to_detect = round(self._first_named_after[key], 3)
 
     def _first_failure_at(self) -> float | None:
-        times = [r.exit.at_monotonic for r in self._ranks.values() if r.exit is not None and r.exit.failed]
+        times = [r.exit.t for r in self._ranks.values() if r.exit is not None and r.exit.failed]
         return min(times, default=None)
 
     def _decide(self, now: float) -> EndJob | None:
