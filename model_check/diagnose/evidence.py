@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, get_args
 from model_check.record.rank_exits import RankExit
 from model_check.record.ring import FLAG_ASYNC, Crumb
 from model_check.record.stacks import Frame, ProcessStacks
+from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import Outcome
 
 if TYPE_CHECKING:
     from model_check.diagnose.issues import Issue, MessageKey
 
-STALL_FLOOR_S = 5.0
-STALL_STEPS = 5.0
 _CLOCK_SLACK_S = 0.05
 WAIT_PHASES = frozenset({"collective", "barrier", "p2p", "init", "store", "gate"})
 P2P_OPS = frozenset({"send", "recv", "batch_p2p"})
@@ -233,7 +232,7 @@ class Evidence:
     @cached_property
     def stall_threshold_s(self) -> float:
         median = self.median_step_s
-        return max(STALL_FLOOR_S, STALL_STEPS * median) if median is not None else 2 * STALL_FLOOR_S
+        return stall_after_s(median) if median is not None else 2 * STALL_FLOOR_S
 
     @cached_property
     def end_t(self) -> float:

@@ -34,12 +34,11 @@ from model_check.diagnose.start import start_findings, with_start
 from model_check.diagnose.waits import find_waits
 from model_check.diagnose.warnings_training import training_warnings
 from model_check.record import Finding, RunDir, Verdict
-from model_check.record.rank_exits import EXIT_STOPPED_AND_SAVED
-from model_check.record.verdict import Outcome
+from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, EXIT_STOPPED_AND_SAVED
+from model_check.record.verdict import DetectionTimes, Outcome
 
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 _CERTAINTY = {"proven": 0, "observed": 1, "suspected": 2}
-_EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 _INTERRUPTING = ("interrupt", "sigint", "sigterm", "terminated", "request")
 
 
@@ -55,10 +54,10 @@ class Examiner:
         self._run_dir = run_dir
         self._reader = Reader(run_dir)
         self._matcher = Matcher()
-        self._first_seen: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._detection_times = DetectionTimes()
         self._previous = Verdict.read(run_dir.verdict) or Verdict()
         for finding in self._previous.findings:
-            self._remember(finding)
+            self._detection_times.settle(finding)
 
     def update(self, *, live: bool = True, now: float | None = None) -> Verdict:
         evidence = self._reader.read(live=live, now=now)
@@ -67,19 +66,11 @@ class Examiner:
             # A launcher that the job brought along has a code of its own, which only the last verdict holds.
             verdict = replace(verdict, outcome=self._previous.outcome, exit_code=self._previous.exit_code)
         for finding in verdict.findings:
-            key = (finding.code, tuple(finding.ranks))
-            if key in self._first_seen:
-                finding.seconds_to_detect = self._first_seen[key]
-            elif live:
-                self._remember(finding)
-            else:
-                # Nobody was watching: how long detection took is not in the files.
+            if not live:
+                # Nobody was watching: how long detection took is not in the files, unless it was said before.
                 finding.seconds_to_detect = None
+            self._detection_times.settle(finding)
         return verdict
-
-    def _remember(self, finding: Finding) -> None:
-        if finding.seconds_to_detect is not None:
-            self._first_seen[(finding.code, tuple(finding.ranks))] = finding.seconds_to_detect
 
 
 def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
@@ -184,7 +175,7 @@ def _outcome(evidence: Evidence, findings: list[Finding]) -> tuple[Outcome, int 
     if why.startswith(("hang", "proven")) or any(
         f.severity == "error" and f.certainty == "proven" and f.code[:3] == "MC2" for f in findings
     ):
-        return "failed", _EXIT_CODE_OF_A_HANG
+        return "failed", EXIT_CODE_OF_A_HANG
     if failures:
         return "failed", 1
     if len(exits) < evidence.world_size or not exits:

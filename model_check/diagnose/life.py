@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from model_check.diagnose.evidence import STALL_FLOOR_S, WAIT_PHASES, ProcSample
+from model_check.diagnose.evidence import WAIT_PHASES, ProcSample
 from model_check.diagnose.frames import fetching_at
 from model_check.diagnose.source import Loop, enclosing_loop
 from model_check.diagnose.stuck_rank import BUSY_SHARE, POLLS_PER_S, Standing
 from model_check.record.ring import Crumb
 from model_check.record.stacks import Frame, ThreadStack
+from model_check.record.stalls import STALL_FLOOR_S
 from model_check.record.values import whole
 
 _FEW_LINES = 3  # a loop that only waits is seen at no more places than this

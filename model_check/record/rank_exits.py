@@ -20,6 +20,7 @@ from model_check.record.journal import Journal
 from model_check.record.values import seconds, whole
 
 EXIT_STOPPED_AND_SAVED = 75
+EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 RANK_EXITED = "rank_exited"  # the event in the launcher's journal
 CLEAN_CODES = (0, EXIT_STOPPED_AND_SAVED)
 

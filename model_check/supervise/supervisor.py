@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 
 from model_check.record import Finding, RunDir, Verdict
 from model_check.record.journal import Journal
-from model_check.record.rank_exits import RankExit
-from model_check.record.verdict import Outcome, VerdictFile
+from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
+from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
+from model_check.record.verdict import DetectionTimes, Outcome, VerdictFile
 from model_check.supervise import processes, waiting
 from model_check.supervise.announcements import Announcements
 from model_check.supervise.collect import FlightRequest, Gatherer
@@ -44,7 +45,6 @@ _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
 _LAST_WORDS = frozenset({"exception", "exit"})
 _SAMPLE_CLOSELY_S = 120.0
 _SAMPLE_HOURLY_S = 3600.0
-EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Limits:
     along gets to end the others.
     """
 
-    stall_floor_s: float = 5.0
-    stall_steps: float = 5.0
+    stall_floor_s: float = STALL_FLOOR_S
     stall_before_first_step_s: float = 12.0
     stall_while_peers_wait_s: float = 6.0
     second_round_after_s: float = 0.8
@@ -109,7 +108,7 @@ class Supervisor:
         self._in_io_since: float | None = None
         self._proven_at: float | None = None
         self._close_looks: list[float] = []
-        self._first_named_after: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._detection_times = DetectionTimes()
         self._ended = False
         self._standings_at = 0.0
         self._last_standings: list[waiting.Standing] = []
@@ -258,7 +257,7 @@ class Supervisor:
     def _threshold(self, rank: Rank) -> float:
         steps = [seconds for r in self._ranks.values() if (seconds := r.pulse.step_seconds()) is not None]
         if steps:
-            return max(self._limits.stall_floor_s, self._limits.stall_steps * statistics.median(steps))
+            return stall_after_s(statistics.median(steps), self._limits.stall_floor_s)
         return self._limits.stall_while_peers_wait_s if rank.pulse.has_ring else self._limits.stall_before_first_step_s
 
     def _quiet_ranks(self, alive: list[Rank], now: float) -> list[Rank]:
@@ -371,7 +370,7 @@ class Supervisor:
         if not stall.examined or self._crashed:
             return
         self.journal.write("stall_withdrawn", after_s=now - stall.since)
-        self._first_named_after.clear()
+        self._detection_times = DetectionTimes()
         if self.announcements.withdraw(now - stall.since):
             self.say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
         self._examine_now(now)
@@ -439,13 +438,14 @@ class Supervisor:
         self._close_looks = [since + seconds for seconds in _CLOSE_LOOKS_S]
 
     def _examine_now(self, now: float, *, live: bool = True) -> None:
-        began = time.thread_time()
+        cpu_s = time.thread_time()
         self._hear(now)
         verdict = self._judged(live)
         self._examined_at = time.monotonic()
-        self._examine_cost_s = time.thread_time() - began
+        self._examine_cost_s = time.thread_time() - cpu_s
+        began = self._stall.since if self._stall is not None else self._first_failure_at()
         for finding in verdict.findings:
-            self._time_it(finding, now)
+            self._detection_times.settle(finding, now - began if began is not None else None)
         changed = verdict.to_json() != self.verdict.to_json()
         self.verdict = verdict
         if changed or not self._run_dir.verdict.exists():
@@ -471,18 +471,6 @@ class Supervisor:
     def _say_what_ended(self, now: float, *, last: bool = False) -> None:
         for line in self.announcements.trends_ended(self.verdict, now, last=last):
             self.say(line)
-
-    def _time_it(self, finding: Finding, now: float) -> None:
-        """Keeps the time of the first naming: a later examination of the same fault found nothing new."""
-        key = (finding.code, tuple(finding.ranks))
-        if key not in self._first_named_after:
-            began = self._stall.since if self._stall is not None else self._first_failure_at()
-            if finding.seconds_to_detect is None and began is None:
-                return
-            self._first_named_after[key] = (
-                finding.seconds_to_detect if finding.seconds_to_detect is not None else now - (began or now)
-            )
-        finding.seconds_to_detect = round(self._first_named_after[key], 3)
 
     def _first_failure_at(self) -> float | None:
         times = [r.exit.t for r in self._ranks.values() if r.exit is not None and r.exit.failed]
