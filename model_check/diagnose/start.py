@@ -33,8 +33,8 @@ def start_findings(evidence: Evidence) -> list[Finding]:
 
 def with_start(evidence: Evidence, causes: list[Finding]) -> list[Finding]:
     """Where the start stopped belongs to whatever stopped it: who is where, by the checkpoints the ranks passed."""
-    standing = {rank.rank: passed for rank in evidence.ranks.values() if (passed := last_passed(rank.events))}
-    sentence = who_is_where(standing, evidence.now)
+    marks = {rank.rank: passed for rank in evidence.ranks.values() if (passed := last_passed(rank.events))}
+    sentence = who_is_where(marks, evidence.now)
     # A rank that raised stands nowhere any more: its own line says it all.
     if causes and sentence is not None and not causes[0].code.startswith("MC3"):
         causes[0].evidence.append(f"observed: {sentence}")

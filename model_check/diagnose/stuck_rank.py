@@ -25,7 +25,7 @@ _DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/code.py")
 
 
 @dataclass(frozen=True)
-class Standing:
+class StuckRank:
     """One rank that does not move, seen from all sides."""
 
     evidence: Evidence

@@ -35,7 +35,7 @@ from model_check.supervise.watched_rank import Rank, Stall
 
 Examine = Callable[[RunDir, bool], Verdict]
 _CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself
-_STANDINGS_FRESH_S = 1.0
+_ACTIVITIES_FRESH_S = 1.0
 _MOST_ROUNDS = 12  # of stacks in one stall; by then hours have passed
 _LOOKS = 6  # in one burst, at ranks that do not wait
 _LOOK_AGAIN_S = 3.0  # until the next burst at a live rank; later bursts come after a tenth of the time passed so far
@@ -110,8 +110,8 @@ class Supervisor:
         self._close_looks: list[float] = []
         self._detection_times = DetectionTimes()
         self._ended = False
-        self._standings_at = 0.0
-        self._last_standings: list[waiting.Standing] = []
+        self._activities_at = 0.0
+        self._last_activities: list[waiting.Activity] = []
         self.verdict = Verdict()
 
     # What the owner of the processes tells us. Starts, exits and signals are written down by the owner itself.
@@ -297,7 +297,7 @@ class Supervisor:
         if now >= stall.line_due and self._calm_line() is None:
             stall.line_due = now + self._limits.say_every_s
             start = waiting.start_line(self._run_dir, self._pids(), now)
-            for line in filter(None, (waiting.waiting_line(self._standings(), now), start)):
+            for line in filter(None, (waiting.waiting_line(self._activities(), now), start)):
                 self.say(line)
 
     def _waited_for_work(self, quiet: list[Rank], alive: list[Rank], now: float) -> bool:
@@ -309,8 +309,8 @@ class Supervisor:
         ]
         if not working:
             return False
-        where = {standing.rank: standing for standing in self._standings()}
-        waits = {number for number, standing in where.items() if standing.waits}
+        where = {activity.rank: activity for activity in self._activities()}
+        waits = {number for number, activity in where.items() if activity.waits}
         if not all(rank.rank in waits for rank in quiet) or not any(rank.rank not in waits for rank in working):
             return False
         since = min(rank.pulse.last_at for rank in quiet)
@@ -334,11 +334,11 @@ class Supervisor:
         stall.looks += 1
         stall.looked_at = now
         pids = self._pids()
-        working = [standing for standing in self._standings() if not standing.waits and standing.rank in pids]
+        working = [activity for activity in self._activities() if not activity.waits and activity.rank in pids]
         # A stopped process never moves between two looks, and looking at it takes a long time.
-        seen = {standing.rank: pids[standing.rank] for standing in working}
+        seen = {activity.rank: pids[activity.rank] for activity in working}
         seen = {rank: pid for rank, pid in seen.items() if not processes.is_stopped(pid)}
-        self._gather.look(seen, with_children={standing.rank for standing in working if standing.phase == "data"})
+        self._gather.look(seen, with_children={activity.rank for activity in working if activity.phase == "data"})
 
     def _calm_line(self) -> str | None:
         """What the ranks wait for, if the verdict on the stall is that nothing is wrong."""
@@ -353,7 +353,7 @@ class Supervisor:
             return True
         if any(now - rank.pulse.last_at > self._limits.stall_before_first_step_s for rank in quiet):
             return True
-        return any(standing.waits for standing in self._standings())
+        return any(activity.waits for activity in self._activities())
 
     def _confirm(self, stall: Stall, now: float) -> None:
         stall.rounds = 2
@@ -375,15 +375,15 @@ class Supervisor:
             self.say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
         self._examine_now(now)
 
-    def _standings(self) -> list[waiting.Standing]:
+    def _activities(self) -> list[waiting.Activity]:
         """Reading whole rings takes milliseconds: one reading serves a second."""
         now = time.monotonic()
-        if now - self._standings_at > _STANDINGS_FRESH_S:
-            self._standings_at = now
-            self._last_standings = waiting.standings(
+        if now - self._activities_at > _ACTIVITIES_FRESH_S:
+            self._activities_at = now
+            self._last_activities = waiting.activities(
                 self._run_dir, {rank.rank: rank.started_at for rank in self._alive()}
             )
-        return self._last_standings
+        return self._last_activities
 
     def _sample_pause(self, now: float) -> float:
         """Every second at the start and while something is wrong; a healthy day must not fill the disk."""
@@ -411,11 +411,11 @@ class Supervisor:
 
     def _is_idle_hang(self, active: set[int]) -> bool:
         """Ranks wait, and whoever they wait for does nothing: a rank that computes or moves bytes is slow, not hung."""
-        where = self._standings()
-        working = [standing for standing in where if not standing.waits]
-        if any(standing.rank in active for standing in working):
+        where = self._activities()
+        working = [activity for activity in where if not activity.waits]
+        if any(activity.rank in active for activity in working):
             return False
-        return len(working) < len(where) or any(standing.phase in waiting.NEVER_IDLE_PHASES for standing in working)
+        return len(working) < len(where) or any(activity.phase in waiting.NEVER_IDLE_PHASES for activity in working)
 
     # Examinations and decisions.
 

@@ -21,7 +21,7 @@ from model_check.record.start_marks import (
     EVENT,
     Passed,
     last_passed,
-    read_standing,
+    read_start_marks,
     start_table,
     thing_of,
     who_is_where,
@@ -37,7 +37,7 @@ def at(number: int, t: float = 100.0) -> Passed:
 
 
 @pytest.mark.parametrize(
-    ("standing", "expected"),
+    ("marks", "expected"),
     [
         ({}, None),
         ({0: at(11), 1: at(12)}, None),
@@ -55,8 +55,8 @@ def at(number: int, t: float = 100.0) -> Passed:
         ),
     ],
 )
-def test_the_sentence(standing: dict[int, Passed], expected: str | None) -> None:
-    assert who_is_where(standing, now=134.0) == expected
+def test_the_sentence(marks: dict[int, Passed], expected: str | None) -> None:
+    assert who_is_where(marks, now=134.0) == expected
 
 
 def test_there_are_twelve_and_each_names_a_thing() -> None:
@@ -120,7 +120,7 @@ def test_marks_from_before_the_box_are_written_with_the_first_one_after(box: Run
     marks.passed(2)  # a second caller of the same checkpoint
     written = [(r["number"], r["name"]) for r in read_jsonl(box.events(3)).records if r["event"] == EVENT]
     assert written == list(enumerate(CHECKPOINTS, start=1))[:3]
-    assert read_standing(box)[3].number == 3
+    assert read_start_marks(box)[3].number == 3
     parsed = [LINE.fullmatch(line) for line in said]
     assert all(parsed), said
     assert [match[10] for match in parsed if match] == [f"CHECKPOINT {n}: {name}" for n, name in written]
