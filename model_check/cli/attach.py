@@ -61,7 +61,7 @@ def _run_directory(path: Path | None, jobs: list[FoundJob]) -> RunDir | None:
 
 
 def _mention_refusals(picture: JobPicture) -> None:
-    refused = [standing.pid for standing in picture.standings if standing.kind == "unreadable"]
+    refused = [rank.pid for rank in picture.ranks if rank.kind == "unreadable"]
     if refused and os.geteuid() != 0:
         pids = " ".join(map(str, refused))
         typer.echo(f"  the kernel lets only root read some of these stacks: sudo model-check attach {pids}")

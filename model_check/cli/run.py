@@ -44,11 +44,11 @@ def run(
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module name, as in python -m.")] = False,
     hang_kill_after_s: Annotated[
         float, typer.Option("--hang-kill-after-s", min=0.0, help="End an idle hang after this long; 0: only on proof.")
-    ] = 300.0,
+    ] = Limits.kill_after_s,
     io_kill_after_s: Annotated[
         float,
         typer.Option("--io-kill-after-s", min=0.0, help="End uninterruptible I/O (state D) after this long; 0: never."),
-    ] = 0.0,
+    ] = Limits.io_kill_after_s,
     stop_grace: Annotated[
         float,
         typer.Option("--stop-grace", min=0.0, help="Seconds from SIGINT or SIGTERM, which are passed on, to SIGKILL."),

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from model_check.diagnose.frames import Frame
 from model_check.diagnose.rank_names import asks_for_the_rank, names_its_ranks
 from model_check.diagnose.source import Loop, loops_at, source_lines
+from model_check.record.stacks import Frame
 
 _MOST_CALLERS = 3  # functions up from the line
 _NO_FAULTS = frozenset({"KeyboardInterrupt", "SystemExit", "StopIteration", "GeneratorExit"})

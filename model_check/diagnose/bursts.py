@@ -15,10 +15,10 @@ from itertools import pairwise
 from model_check.diagnose.branches import rank_branch
 from model_check.diagnose.evidence import WAIT_PHASES, Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame
 from model_check.diagnose.source import enclosing_loop
 from model_check.record import Finding
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame
 
 BURSTS = 4
 BURST_STEPS = 20  # the first few steps of a job are not representative

@@ -19,7 +19,6 @@ from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, PLACED_BY_RECORD, make_finding, waiting_text
-from model_check.diagnose.frames import Frame, innermost_user
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
 from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
@@ -35,7 +34,6 @@ from model_check.diagnose.raised import (
 )
 from model_check.diagnose.timeouts import gave_up_finding
 from model_check.diagnose.uneven import loader_frame
-from model_check.diagnose.victims import is_lost_peer, unexpected_size
 from model_check.diagnose.waits import Wait
 from model_check.errors import (
     CacheDamaged,
@@ -47,12 +45,13 @@ from model_check.errors import (
     UsageError,
 )
 from model_check.record import Finding
+from model_check.record.error_texts import lost_its_peer, unexpected_size
+from model_check.record.stacks import Frame, innermost_user
 
 _FATAL_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
 )
 _ENDING_SIGNALS = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
-_SAVED_AND_STOPPED = 75
 _GIB = 1 << 30
 _TIDY_END = (
     "end the script with dist.destroy_process_group(): threads of the backend that still run may abort the exit",
@@ -105,9 +104,7 @@ def find_failures(evidence: Evidence) -> list[Failure]:
     for rank in evidence.ranks.values():
         exception = _fatal_exception(rank)
         end = rank.exit
-        if exception is None and (
-            end is None or end.ok or end.code == _SAVED_AND_STOPPED or (end.code is None and end.signal is None)
-        ):
+        if exception is None and (end is None or not end.failed or end.unknown):
             continue
         began = _time(exception) or (end.t if end is not None else evidence.now)
         if exception is not None and began >= evidence.signals_sent.get(rank.rank, math.inf):
@@ -142,17 +139,8 @@ def _time(record: Mapping[str, Any] | None) -> float | None:
 
 
 def _says_lost_peer(rank: RankEvidence, exception: Mapping[str, Any] | None) -> bool:
-    if exception is not None:
-        code, _ = classify_exception(exception)
-        return code == "MC301" and is_lost_peer(_text(exception))
-    # The NCCL watchdog aborts without a Python exception: only the log says that a peer was lost.
-    aborted = rank.exit is not None and rank.exit.signal == signal.SIGABRT
-    return aborted and is_lost_peer(rank.log_tail[-4096:])
-
-
-def _text(exception: Mapping[str, Any]) -> str:
-    root = f"{exception.get('root_type') or ''} {exception.get('root_message') or ''}"
-    return f"{exception.get('type')}: {exception.get('message')} {root}"
+    end = rank.exit
+    return lost_its_peer(exception, end.code if end else None, end.signal if end else None, rank.log_tail)
 
 
 def _same_trouble(one: Failure, other: Failure) -> bool:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable, Issue, is_issue
 from model_check.diagnose.joining import met_the_wrong_members
 from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding, user_frame
 from model_check.diagnose.uneven import short_of_data, uneven_finding
-from model_check.diagnose.victims import is_store_loss
 from model_check.record import Finding
+from model_check.record.error_texts import is_store_loss
+from model_check.record.stacks import Frame
 
 
 def departed_finding(

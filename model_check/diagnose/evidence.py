@@ -9,38 +9,18 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, get_args
 
-from model_check.diagnose.frames import Frame, ThreadStack
+from model_check.record.rank_exits import RankExit
 from model_check.record.ring import FLAG_ASYNC, Crumb
+from model_check.record.stacks import Frame, ProcessStacks
+from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import Outcome
 
 if TYPE_CHECKING:
     from model_check.diagnose.issues import Issue, MessageKey
 
-STALL_FLOOR_S = 5.0
-STALL_STEPS = 5.0
 _CLOCK_SLACK_S = 0.05
 WAIT_PHASES = frozenset({"collective", "barrier", "p2p", "init", "store", "gate"})
 P2P_OPS = frozenset({"send", "recv", "batch_p2p"})
-
-
-@dataclass(frozen=True)
-class StackDump:
-    """The stacks of one process at one moment."""
-
-    t: float
-    rank: int
-    pid: int
-    round: int
-    source: str
-    process: str
-    threads: tuple[ThreadStack, ...]
-    error: str | None = None
-
-    @cached_property
-    def main(self) -> ThreadStack | None:
-        by_id = next((t for t in self.threads if t.native_id == self.pid), None)
-        by_name = next((t for t in self.threads if t.name == "MainThread"), None)
-        return by_id or by_name or (self.threads[0] if self.threads else None)
 
 
 @dataclass(frozen=True)
@@ -61,20 +41,6 @@ class ProcSample:
     switches: int | None = None  # how often the main thread went to sleep; None where nobody counted
     rss_file: int = 0  # of the resident bytes, those of mapped files; 0 where nobody counted
     children: tuple[Mapping[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class RankExit:
-    """How a rank's process ended, by the launcher's clock."""
-
-    t: float
-    pid: int
-    code: int | None
-    signal: int | None
-
-    @property
-    def ok(self) -> bool:
-        return self.signal is None and self.code == 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +65,7 @@ class RankEvidence:
     header: Mapping[str, Any] = field(default_factory=dict)
     crumbs: tuple[Crumb, ...] = ()
     events: tuple[Mapping[str, Any], ...] = ()
-    stacks: tuple[StackDump, ...] = ()
+    stacks: tuple[ProcessStacks, ...] = ()
     samples: tuple[ProcSample, ...] = ()
     flight: tuple[FlightEntry, ...] = ()
     fault_frames: tuple[Frame, ...] = ()
@@ -193,7 +159,7 @@ class RankEvidence:
     def exceptions(self) -> list[Mapping[str, Any]]:
         return self.happened("exception")
 
-    def rank_stacks(self) -> list[StackDump]:
+    def rank_stacks(self) -> list[ProcessStacks]:
         """Rounds of this rank's own process that could be taken, oldest first."""
         return [s for s in self.stacks if s.process == "rank" and s.threads]
 
@@ -266,7 +232,7 @@ class Evidence:
     @cached_property
     def stall_threshold_s(self) -> float:
         median = self.median_step_s
-        return max(STALL_FLOOR_S, STALL_STEPS * median) if median is not None else 2 * STALL_FLOOR_S
+        return stall_after_s(median) if median is not None else 2 * STALL_FLOOR_S
 
     @cached_property
     def end_t(self) -> float:

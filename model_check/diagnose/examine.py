@@ -6,7 +6,6 @@ follows from an explanation is not reported beside it.
 
 from __future__ import annotations
 
-import signal
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -35,12 +34,11 @@ from model_check.diagnose.start import start_findings, with_start
 from model_check.diagnose.waits import find_waits
 from model_check.diagnose.warnings_training import training_warnings
 from model_check.record import Finding, RunDir, Verdict
-from model_check.record.verdict import Outcome
+from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, EXIT_STOPPED_AND_SAVED
+from model_check.record.verdict import DetectionTimes, Outcome
 
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 _CERTAINTY = {"proven": 0, "observed": 1, "suspected": 2}
-_STOPPED_AND_SAVED = 75
-_EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 _INTERRUPTING = ("interrupt", "sigint", "sigterm", "terminated", "request")
 
 
@@ -56,10 +54,10 @@ class Examiner:
         self._run_dir = run_dir
         self._reader = Reader(run_dir)
         self._matcher = Matcher()
-        self._first_seen: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._detection_times = DetectionTimes()
         self._previous = Verdict.read(run_dir.verdict) or Verdict()
         for finding in self._previous.findings:
-            self._remember(finding)
+            self._detection_times.settle(finding)
 
     def update(self, *, live: bool = True, now: float | None = None) -> Verdict:
         evidence = self._reader.read(live=live, now=now)
@@ -68,19 +66,11 @@ class Examiner:
             # A launcher that the job brought along has a code of its own, which only the last verdict holds.
             verdict = replace(verdict, outcome=self._previous.outcome, exit_code=self._previous.exit_code)
         for finding in verdict.findings:
-            key = (finding.code, tuple(finding.ranks))
-            if key in self._first_seen:
-                finding.seconds_to_detect = self._first_seen[key]
-            elif live:
-                self._remember(finding)
-            else:
-                # Nobody was watching: how long detection took is not in the files.
+            if not live:
+                # Nobody was watching: how long detection took is not in the files, unless it was said before.
                 finding.seconds_to_detect = None
+            self._detection_times.settle(finding)
         return verdict
-
-    def _remember(self, finding: Finding) -> None:
-        if finding.seconds_to_detect is not None:
-            self._first_seen[(finding.code, tuple(finding.ranks))] = finding.seconds_to_detect
 
 
 def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
@@ -178,14 +168,14 @@ def _outcome(evidence: Evidence, findings: list[Finding]) -> tuple[Outcome, int 
         return outcome, own if outcome == "failed" and own is not None else made
     why = evidence.stopped_why.lower()
     if any(word in why for word in _INTERRUPTING) and not why.startswith(("hang", "proven")):
-        return "interrupted", _STOPPED_AND_SAVED if any(e.code == _STOPPED_AND_SAVED for e in exits) else None
+        return "interrupted", EXIT_STOPPED_AND_SAVED if any(e.code == EXIT_STOPPED_AND_SAVED for e in exits) else None
     failures = sorted(find_failures(evidence), key=lambda f: (f.victim, f.began))
     if (code := _own_code(evidence, [*guilty, *(f.rank.rank for f in failures)])) is not None:
         return "failed", code
     if why.startswith(("hang", "proven")) or any(
         f.severity == "error" and f.certainty == "proven" and f.code[:3] == "MC2" for f in findings
     ):
-        return "failed", _EXIT_CODE_OF_A_HANG
+        return "failed", EXIT_CODE_OF_A_HANG
     if failures:
         return "failed", 1
     if len(exits) < evidence.world_size or not exits:
@@ -198,7 +188,7 @@ def _own_code(evidence: Evidence, ranks: Iterable[int]) -> int | None:
     for rank in map(evidence.of, ranks):
         end = rank.exit
         if end is not None and not end.ok and not evidence.ended_by_us(rank.rank):
-            return end.code if end.code is not None else 128 + (end.signal or int(signal.SIGKILL))
+            return end.exit_code
         said = rank.happened("exit")
         code = said[-1].get("code") if said else None
         if isinstance(code, int) and code:

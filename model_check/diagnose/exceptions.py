@@ -7,27 +7,25 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from model_check.diagnose.evidence import Evidence
+from model_check.record.error_texts import (
+    DEVICE_ASSERT,
+    DEVICE_LOST,
+    DEVICE_OOM,
+    HOST_OOM,
+    NO_ROOM,
+    PORT_TAKEN,
+    frames_told,
+    is_dead_worker,
+)
 
 # An error of our own that says its code itself.
 _NAMED = re.compile(r"\[(MC6(?:0[1-9]|10))\] ")
-_WORKER = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpectedly|is killed by signal)", re.I)
-_PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
 _NO_GPU = re.compile(
     r"invalid device ordinal|no CUDA GPUs are available|devices? (is|are) busy or unavailable|Duplicate GPU detected|"
     r"no CUDA-capable device|Found no NVIDIA driver|Torch not compiled with CUDA|"
     r"has no attribute '_cuda_",  # a torch without CUDA that is asked for a device
     re.I,
 )
-_DEVICE_OOM = re.compile(r"(CUDA|HIP|MPS|XPU) ?(error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
-_HOST_OOM = re.compile(r"std::bad_alloc|DefaultCPUAllocator|can't allocate memory|cannot allocate memory", re.I)
-_ASSERT = re.compile(r"device-side assert", re.I)
-_DEVICE_LOST = re.compile(
-    r"uncorrectable ECC|\bXid\b|fallen off the bus|device (is )?lost|GPU is lost|unknown error.*CUDA|"
-    r"unspecified launch failure|"
-    r"NVLink|hardware (stack )?error",
-    re.I,
-)
-_NO_ROOM = re.compile(r"No space left on device|Disk quota exceeded|\[Errno 27\] File too large", re.I)
 # torch.save finds a failed write by the position it did not reach, and says no more than that.
 _SHORT_WRITE = re.compile(r"inline_container\.cc.{0,60}unexpected pos")
 _TORN = re.compile(
@@ -43,8 +41,6 @@ _TORN_TYPES = frozenset(
 _REFUSED = re.compile(r"Unsupported (global|class|operand)|weights_only.{0,40}TorchScript", re.I)
 _CHECKPOINT_FILES = ("torch/serialization.py", "safetensors/", "torch/distributed/checkpoint/")
 _CHECKPOINT_TEXT = re.compile(r"\b(torch|pickle|joblib|np|numpy)\.load\(|\bload_file\(|\bsafe_open\(")
-# How the end of a worker shows when the loader notices it by its queue before torch notices it by its signal.
-_BROKEN_LINK = frozenset({"ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError", "EOFError"})
 _MAKES_DIRECTORY = re.compile(r"\bmkdir\(|\bmakedirs\(|\.mkdir\(|\brmtree\(|\bsymlink|\brename\(|\breplace\(")
 
 
@@ -56,23 +52,23 @@ def classify_exception(
     text = f"{exception.get('message') or ''} {exception.get('root_message') or ''}"
     if named := _NAMED.match(text):
         return named[1], ""
-    if _PORT.search(text):
+    if PORT_TAKEN.search(text):
         return "MC103", _port_title(evidence)
-    if _WORKER.search(text) or (kind in _BROKEN_LINK and _in_loader(exception) and not exception.get("origin")):
+    if is_dead_worker(exception):
         return "MC216", "a loader worker of {who} died"
     if kind in ("ImportError", "ModuleNotFoundError"):
         return "MC310", f"{{who}} cannot import: {_short(text)}"
-    if kind == "OutOfMemoryError" or _DEVICE_OOM.search(text):
+    if kind == "OutOfMemoryError" or DEVICE_OOM.search(text):
         return "MC501", "{who} ran out of device memory"
-    if _ASSERT.search(text):
+    if DEVICE_ASSERT.search(text):
         return "MC311", "an assertion failed on the device of {who}"
-    if _DEVICE_LOST.search(text):
+    if DEVICE_LOST.search(text):
         return "MC312", "the device of {who} failed"
     if _NO_GPU.search(text):
         return "MC104", f"{{who}} has no usable GPU: {_short(text)}"
-    if kind == "MemoryError" or _HOST_OOM.search(text):
+    if kind == "MemoryError" or HOST_OOM.search(text):
         return "MC307", "{who} ran out of host memory"
-    if _NO_ROOM.search(text):
+    if NO_ROOM.search(text):
         return "MC604", "{who} could not write: the disk, a quota or a limit on file sizes leaves no room"
     if _SHORT_WRITE.search(text):
         return "MC604", "{who} could not write a file to its end: most likely its disk has no room"
@@ -100,19 +96,8 @@ def _short(text: str) -> str:
     return text.strip().split("\n")[0][:120]
 
 
-def _frames(exception: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    frames = exception.get("frames")
-    found: list[Mapping[str, Any]] = [f for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
-    given = exception.get("user_frame")
-    return [*found, given] if isinstance(given, dict) else found
-
-
-def _in_loader(exception: Mapping[str, Any]) -> bool:
-    return any("torch/utils/data/" in str(f.get("file") or "") for f in _frames(exception))
-
-
 def _touches_directory(exception: Mapping[str, Any]) -> bool:
-    frames = _frames(exception)
+    frames = frames_told(exception)
     if any(f.get("function") in ("mkdir", "makedirs", "rmtree", "rename", "replace", "symlink_to") for f in frames):
         return True
     texts = [str(f.get("text") or "") for f in frames]
@@ -124,7 +109,7 @@ def _reads_checkpoint(exception: Mapping[str, Any]) -> bool:
     return any(
         any(part in str(frame.get("file") or "") for part in _CHECKPOINT_FILES)
         or _CHECKPOINT_TEXT.search(str(frame.get("text") or ""))
-        for frame in _frames(exception)
+        for frame in frames_told(exception)
     )
 
 
@@ -138,7 +123,7 @@ def _nobody_writes(evidence: Evidence | None, ranks: Iterable[int]) -> bool:
 
 def _reads_file(exception: Mapping[str, Any]) -> bool:
     names = ("load", "read", "open", "from_file", "decode", "loads", "restore", "from_pretrained")
-    for frame in _frames(exception):
+    for frame in frames_told(exception):
         called = f"{frame.get('function') or ''} {frame.get('text') or ''}".lower()
         if any(name in called for name in names):
             return True

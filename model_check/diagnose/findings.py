@@ -9,9 +9,9 @@ from dataclasses import replace
 from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence
-from model_check.diagnose.frames import Frame
 from model_check.diagnose.waits import Wait
 from model_check.record import Finding
+from model_check.record.stacks import Frame
 from model_check.record.verdict import Certainty, Severity
 
 # A kill leaves no frame: the line of these findings is where the rank was last seen, not the cause.

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from model_check.diagnose.evidence import FlightEntry
-from model_check.diagnose.frames import Frame, whole
 from model_check.record import read_json
+from model_check.record.stacks import Frame
+from model_check.record.values import whole
 
 _OPS = {
     "allreduce": "all_reduce",

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import Issue, MessageKey, is_issue
 from model_check.record.ring import FLAG_NATIVE, REDUCES_BY, UNIT, Crumb, RingTail
+from model_check.record.stacks import Frame
 
 _RECENT = 2048
 _EARLY = 512

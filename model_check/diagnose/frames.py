@@ -1,15 +1,13 @@
-"""Stack frames: which of them are the user's own code, and what a stack says about what its thread is doing."""
+"""What a stack says about what its thread is doing."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
-from typing import Any
 
 from model_check.diagnose.source import source_text
-from model_check.record.user_code import is_door, is_trainer, is_user_file
+from model_check.record.stacks import Frame, ThreadStack, innermost_user
 
 _LOCK_FUNCTIONS = {"acquire", "__enter__", "wait", "join", "_wait_for_tstate_lock", "get", "put", "result", "wait_for"}
 _LOCK_FILES = ("threading.py", "queue.py", "concurrent/futures/_base.py", "multiprocessing/synchronize.py")
@@ -39,82 +37,6 @@ _COMPILER = re.compile(
     r"|utils/cpp_extension)\.py$|/torch/_inductor/codegen/|/triton/compiler/"
 )
 _INPUT_TEXT = re.compile(r"\binput\(|stdin\.(read|readline|buffer)|\bgetpass\(|in sys\.stdin")
-
-
-def whole(value: Any) -> int:
-    """A whole number from a file that anybody may have written; 0 where it is none."""
-    return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1 << 62 else 0
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One frame of a Python stack, the path as the interpreter knows it."""
-
-    file: str
-    line: int
-    function: str
-    text: str = ""
-    root: str = field(default="", compare=False)  # the folder that a relative path starts from
-
-    @property
-    def site(self) -> str:
-        return f"{self.file}:{self.line}"
-
-    @property
-    def is_user_code(self) -> bool:
-        """Not torch, the standard library, an installed package, the import machinery, or ourselves."""
-        return is_user_file(self.file)
-
-    @property
-    def is_program(self) -> bool:
-        """The user's code, or our trainer's if that is the program."""
-        return self.is_user_code or is_trainer(self.file)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any], root: str = "") -> Frame:
-        return cls(
-            file=str(value.get("file") or ""),
-            line=whole(value.get("line")),
-            function=str(value.get("function") or ""),
-            text=str(value.get("text") or ""),
-            root=root,
-        )
-
-
-@dataclass(frozen=True)
-class ThreadStack:
-    """One thread of a dump, innermost frame first."""
-
-    name: str
-    native_id: int
-    active: bool
-    gil: bool
-    frames: tuple[Frame, ...]
-
-    @property
-    def user_frame(self) -> Frame | None:
-        return innermost_user(self.frames)
-
-    @property
-    def innermost(self) -> Frame | None:
-        return self.frames[0] if self.frames else None
-
-
-def innermost_user(frames: Iterable[Frame]) -> Frame | None:
-    """The user's line, of frames from the innermost outwards.
-
-    Where our own command line was entered, our trainer is the program, and whatever called it is only a door: then it
-    is the innermost line of ours that does the work.
-    """
-    ours = None
-    for frame in frames:
-        if frame.is_user_code:
-            return frame
-        if ours is None and is_trainer(frame.file):
-            ours = frame
-        if is_door(frame.file):
-            break
-    return ours
 
 
 def _inner_part(thread: ThreadStack) -> Iterable[Frame]:

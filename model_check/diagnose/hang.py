@@ -13,15 +13,15 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding, no_progress_text, waiting_text
-from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import joining_findings
 from model_check.diagnose.life import sign_of_life
 from model_check.diagnose.raised import raised_at
 from model_check.diagnose.source import source_text
-from model_check.diagnose.stuck_rank import Standing
+from model_check.diagnose.stuck_rank import StuckRank
 from model_check.diagnose.waits import Wait, find_cycle, holders
 from model_check.record import Finding
+from model_check.record.stacks import Frame
 
 _SLOW_BUT_FINE = {
     "save": "saving a checkpoint",
@@ -71,11 +71,7 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     if cycle:
         return [cycle_finding(evidence, cycle, waits)]
     held = holders(waits, evidence)
-    gone = [
-        rank
-        for rank in held
-        if (end := evidence.of(rank).exit) is not None and (end.ok or (end.code is None and end.signal is None))
-    ]
+    gone = [rank for rank in held if (end := evidence.of(rank).exit) is not None and (end.ok or end.unknown)]
     if gone:
         victims = sorted({victim for rank in gone for victim in held[rank]})
         return [departed_finding(evidence, tables, gone, victims, waiting_text(waits, victims))]
@@ -83,7 +79,7 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
         return []
     if apart := joining_findings(evidence, waits):
         return apart
-    stopped = [r for r in evidence.ranks.values() if evidence.stands(r.rank) and Standing(evidence, r).stopped]
+    stopped = [r for r in evidence.ranks.values() if evidence.stands(r.rank) and StuckRank(evidence, r).stopped]
     others = [r for r in evidence.all_ranks if evidence.stands(r)]
     suspects = {r.rank: others for r in stopped} or {rank: held[rank] for rank in held if evidence.stands(rank)}
     if not suspects:
@@ -91,7 +87,7 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     if not suspects and waits:
         cycle = find_cycle(waits, firm=False)
         return [cycle_finding(evidence, cycle, waits)] if cycle else [all_wait_finding(evidence, waits)]
-    return _merged([classify_standing(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
+    return _merged([classify_stuck_rank(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
 
 
 def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list[int]]:
@@ -109,13 +105,13 @@ def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list
     return quiet
 
 
-def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]) -> Finding:
+def classify_stuck_rank(evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]) -> Finding:
     """What a rank that does not move is doing, as a finding."""
     rank = evidence.of(number)
-    standing = Standing(evidence, rank)
+    stuck = StuckRank(evidence, rank)
     waiting = sorted(set(victims) - {number})
     joining = any(w.kind == "init" and number in w.on for w in waits.values())
-    code, title, frame, facts, fix = _name(standing, joining)
+    code, title, frame, facts, fix = _name(stuck, joining)
     quiet_since = rank.last_progress_t
     return make_finding(
         code,
@@ -127,25 +123,25 @@ def classify_standing(evidence: Evidence, number: int, victims: Iterable[int], w
             *facts,
             *no_progress_text(evidence, number, quiet_since),
             *waiting_text(waits, waiting),
-            *([_what_then(standing, waiting)] if waiting else []),
+            *([_what_then(stuck, waiting)] if waiting else []),
         ],
-        severity="error" if evidence.killed_as_hung else "info" if _is_calm(code, standing) else "warning",
+        severity="error" if evidence.killed_as_hung else "info" if _is_calm(code, stuck) else "warning",
         step=rank.step,
-        phase=standing.phase,
+        phase=stuck.phase,
         fix=fix,
         began=quiet_since,
         now=evidence.now,
     )
 
 
-def _is_calm(code: str, s: Standing) -> bool:
+def _is_calm(code: str, s: StuckRank) -> bool:
     """Nothing is wrong: it makes progress, or does slow work and has not been quiet for a minute."""
     if code != "MC220":
         return False
     return s.quiet_s is None or s.quiet_s < _CALM_S or s.busy or s.compiles or bool(sign_of_life(s))
 
 
-def _what_then(s: Standing, waiting: Sequence[int]) -> str:
+def _what_then(s: StuckRank, waiting: Sequence[int]) -> str:
     if s.script_over:
         return f"inferred: rank {s.rank.rank} will not make the call that is missing: its script is over"
     return f"inferred: {ranks_text(waiting)} can go on when rank {s.rank.rank} does"
@@ -154,30 +150,30 @@ def _what_then(s: Standing, waiting: Sequence[int]) -> str:
 Named = tuple[str, str, "Frame | None", list[str], list[str]]
 
 
-def _name(standing: Standing, joining: bool) -> Named:
+def _name(stuck: StuckRank, joining: bool) -> Named:
     """The first explanation that fits, from the most specific to the least."""
     return (
-        _stopped(standing)
-        or _input(standing)
-        or _dead_worker(standing)
-        or _at_work(standing)
-        or _loader(standing)
-        or _network(standing)
-        or _write(standing)
-        or _gil(standing)
-        or _dead_thread(standing)
-        or _lock(standing)
-        or (_never_joined(standing) if joining else None)
-        or _spinning(standing)
-        or _blocked_open(standing)
-        or _slow(standing)
-        or _works_on(standing)
-        or _other_thread(standing)
-        or _user_code(standing)
+        _stopped(stuck)
+        or _input(stuck)
+        or _dead_worker(stuck)
+        or _at_work(stuck)
+        or _loader(stuck)
+        or _network(stuck)
+        or _write(stuck)
+        or _gil(stuck)
+        or _dead_thread(stuck)
+        or _lock(stuck)
+        or (_never_joined(stuck) if joining else None)
+        or _spinning(stuck)
+        or _blocked_open(stuck)
+        or _slow(stuck)
+        or _works_on(stuck)
+        or _other_thread(stuck)
+        or _user_code(stuck)
     )
 
 
-def _stopped(s: Standing) -> Named | None:
+def _stopped(s: StuckRank) -> Named | None:
     if not s.stopped:
         return None
     fact = f"observed: the kernel says process {s.rank.pid} is stopped (state {s.state})"
@@ -185,7 +181,7 @@ def _stopped(s: Standing) -> Named | None:
     return "MC209", f"rank {s.rank.rank} is stopped (SIGSTOP)", s.frame, [fact], fix
 
 
-def _input(s: Standing) -> Named | None:
+def _input(s: StuckRank) -> Named | None:
     if not s.waits_for_input:
         return None
     facts = [f"observed: {_doing(s)}"]
@@ -196,7 +192,7 @@ def _input(s: Standing) -> Named | None:
     return "MC215", f"rank {s.rank.rank} waits for standard input", s.frame, facts, []
 
 
-def _dead_worker(s: Standing) -> Named | None:
+def _dead_worker(s: StuckRank) -> Named | None:
     if not s.in_loader or not s.dead_workers:
         return None
     pids = ", ".join(map(str, s.dead_workers))
@@ -204,7 +200,7 @@ def _dead_worker(s: Standing) -> Named | None:
     return "MC216", f"a loader worker of rank {s.rank.rank} died", s.frame, [fact], []
 
 
-def _loader(s: Standing) -> Named | None:
+def _loader(s: StuckRank) -> Named | None:
     if not s.in_loader:
         return None
     workers = [(dump, frames.fetching_at(dump.main.frames)) for dump in s.worker_dumps() if dump.main is not None]
@@ -217,14 +213,14 @@ def _loader(s: Standing) -> Named | None:
     return "MC204", f"rank {s.rank.rank} is stuck in the data loader", s.frame, facts, []
 
 
-def _network(s: Standing) -> Named | None:
+def _network(s: StuckRank) -> Named | None:
     package = s.network
     if package is None or s.busy:
         return None
     return "MC214", f"rank {s.rank.rank} is stuck in a call to {package}", s.frame, [f"observed: {_doing(s)}"], []
 
 
-def _gil(s: Standing) -> Named | None:
+def _gil(s: StuckRank) -> Named | None:
     holder = s.gil_holder
     if holder is None:
         return None
@@ -239,7 +235,7 @@ def _gil(s: Standing) -> Named | None:
     return "MC210", f"rank {s.rank.rank} holds the GIL in C code", frame, facts, []
 
 
-def _dead_thread(s: Standing) -> Named | None:
+def _dead_thread(s: StuckRank) -> Named | None:
     """MC222: it waits between threads, and one of its threads has died of an exception."""
     died = s.failed_threads
     if not died or s.main is None or not frames.waits_between_threads(s.main):
@@ -257,7 +253,7 @@ def _dead_thread(s: Standing) -> Named | None:
     return "MC222", title, raised or s.frame, facts, []
 
 
-def _failed_threads(s: Standing) -> list[str]:
+def _failed_threads(s: StuckRank) -> list[str]:
     lines = []
     for record in s.failed_threads[-_MOST_THREADS:]:
         message = str(record.get("message") or "").split("\n")[0][:200]
@@ -270,7 +266,7 @@ def _failed_threads(s: Standing) -> list[str]:
     return lines
 
 
-def _lock(s: Standing) -> Named | None:
+def _lock(s: StuckRank) -> Named | None:
     waiters = s.lock_waiters
     if not waiters:
         return None
@@ -295,7 +291,7 @@ def _lock(s: Standing) -> Named | None:
     return "MC211", title, waiters[0].user_frame or s.frame, facts, []
 
 
-def _other_thread(s: Standing) -> Named | None:
+def _other_thread(s: StuckRank) -> Named | None:
     """It waits for an item, an event or the end of another thread: what matters is where those threads stand."""
     if s.main is None or not (s.script_over or frames.waits_between_threads(s.main)):
         return None
@@ -315,7 +311,7 @@ def _other_thread(s: Standing) -> Named | None:
     return "MC211", title, s.frame, facts, list(_WITH_A_TIMEOUT)
 
 
-def _write(s: Standing) -> Named | None:
+def _write(s: StuckRank) -> Named | None:
     if not s.write_is_stuck or s.sample is None:
         return None
     target = f" on {s.sample.syscall_target}" if s.sample.syscall_target else ""
@@ -324,14 +320,14 @@ def _write(s: Standing) -> Named | None:
     return "MC213", f"rank {s.rank.rank} is stuck writing a file", s.frame, facts, []
 
 
-def _never_joined(s: Standing) -> Named:
+def _never_joined(s: StuckRank) -> Named:
     known = "it has left no black box yet" if not s.rank.header else _doing(s)
     fix = [f"look at {s.frame.site}: the rank is there, before init_process_group"] if s.frame is not None else []
     facts = [f"observed: {known}", "observed: it has not entered init_process_group"]
     return "MC102", f"rank {s.rank.rank} never joined the process group", s.frame, facts, fix
 
 
-def _spinning(s: Standing) -> Named | None:
+def _spinning(s: StuckRank) -> Named | None:
     frame = s.spinning
     if frame is None:
         return None
@@ -342,7 +338,7 @@ def _spinning(s: Standing) -> Named | None:
     return "MC212", f"rank {s.rank.rank} loops in {frame.function} without getting anywhere", frame, facts, []
 
 
-def _at_work(s: Standing) -> Named | None:
+def _at_work(s: StuckRank) -> Named | None:
     """It writes no records but still makes progress. A rank that was ended as hung did not."""
     if s.evidence.killed_as_hung:
         return None
@@ -356,14 +352,14 @@ def _at_work(s: Standing) -> Named | None:
     return _alive(s, doing, [f"observed: {sign}"])
 
 
-def _slow(s: Standing) -> Named | None:
+def _slow(s: StuckRank) -> Named | None:
     doing = _SLOW_BUT_FINE.get(s.phase)
     if doing is None and s.busy:
         doing = _COMPUTING.get(s.phase)
     return _alive(s, doing, []) if doing is not None else None
 
 
-def _works_on(s: Standing) -> Named | None:
+def _works_on(s: StuckRank) -> Named | None:
     """Its peers have finished and nobody waits for it: an export, an upload."""
     ends = [s.evidence.of(number).exit for number in s.evidence.all_ranks if number != s.rank.rank]
     if s.script_over or s.evidence.killed_as_hung or not ends or not all(end is not None and end.ok for end in ends):
@@ -371,7 +367,7 @@ def _works_on(s: Standing) -> Named | None:
     return _alive(s, "working on after its peers have finished", [f"observed: {_doing(s)}"])
 
 
-def _alive(s: Standing, doing: str, facts: Sequence[str]) -> Named:
+def _alive(s: StuckRank, doing: str, facts: Sequence[str]) -> Named:
     began = s.rank.innermost.time_ns / 1e9 if s.rank.innermost is not None else s.rank.last_progress_t
     spent = f"{max(0.0, s.evidence.now - began):.0f} s" if began is not None else "long"
     said = f"rank {s.rank.rank} has been {doing} for {spent}"
@@ -380,13 +376,13 @@ def _alive(s: Standing, doing: str, facts: Sequence[str]) -> Named:
     return "MC220", said, s.frame, [f"observed: {said}", *facts, *share], fix
 
 
-def _blocked_open(s: Standing) -> Named | None:
+def _blocked_open(s: StuckRank) -> Named | None:
     """It stays in one `open` that can be interrupted: a pipe without a writer, in whatever phase it is."""
     opens = s.sample is not None and _READ_CALLS.get(s.sample.syscall) == "to open" and s.state == "S"
     return _user_code(s) if opens and not s.wakes else None
 
 
-def _user_code(s: Standing) -> Named:
+def _user_code(s: StuckRank) -> Named:
     where = f" at {s.frame.site}" if s.frame is not None else ""
     facts = [f"observed: {_doing(s)}"]
     if s.sample is not None:
@@ -406,7 +402,7 @@ def _user_code(s: Standing) -> Named:
     return "MC219", f"rank {s.rank.rank} {quiet}{where}", s.frame, facts, []
 
 
-def _reading(s: Standing) -> str:
+def _reading(s: StuckRank) -> str:
     """What it waits to read, if it is blocked in a system call that reads."""
     call = s.sample.syscall if s.sample is not None else ""
     if s.busy or s.sample is None or call not in _READ_CALLS | dict.fromkeys(_LOCK_CALLS):
@@ -421,7 +417,7 @@ def _reading(s: Standing) -> str:
     return f"for data while reading {kind or 'a file'}"
 
 
-def _doing(s: Standing) -> str:
+def _doing(s: StuckRank) -> str:
     """Where the main thread stands, in words."""
     inside = s.rank.innermost
     phase = f"in phase {inside.phase}" if inside is not None else "in code outside any recorded phase"

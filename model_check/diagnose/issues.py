@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from model_check.diagnose.evidence import P2P_OPS, Evidence, FlightEntry
-from model_check.diagnose.frames import Frame
 from model_check.diagnose.source import statement
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame
 
 Key = tuple[str, str]  # (operation, call site)
 MessageKey = tuple[str, int, str]  # (send or recv, peer, group)

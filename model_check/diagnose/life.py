@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from model_check.diagnose.evidence import STALL_FLOOR_S, WAIT_PHASES, ProcSample
-from model_check.diagnose.frames import Frame, ThreadStack, fetching_at, whole
+from model_check.diagnose.evidence import WAIT_PHASES, ProcSample
+from model_check.diagnose.frames import fetching_at
 from model_check.diagnose.source import Loop, enclosing_loop
-from model_check.diagnose.stuck_rank import BUSY_SHARE, POLLS_PER_S, SHARED_CORE, Standing
+from model_check.diagnose.stuck_rank import BUSY_SHARE, POLLS_PER_S, SHARED_CORE, StuckRank
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame, ThreadStack
+from model_check.record.stalls import STALL_FLOOR_S
+from model_check.record.values import whole
 
 _FEW_LINES = 3  # a loop that only waits is seen at no more places than this
 _NEWEST_RECORDS = 64
@@ -22,7 +25,7 @@ _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 LoopOf = Callable[[Frame], Loop | None]  # the loop around a frame's line, unless it holds a recorded call
 
 
-def sign_of_life(s: Standing) -> str:
+def sign_of_life(s: StuckRank) -> str:
     """What shows that the rank makes progress; empty if nothing does."""
     if s.stopped:
         return ""
@@ -42,7 +45,7 @@ def sign_of_life(s: Standing) -> str:
     return ""
 
 
-def _completed(s: Standing) -> Crumb | None:
+def _completed(s: StuckRank) -> Crumb | None:
     """Work of its own that it completed just now, while others wait."""
     if s.evidence.stall is None:
         return None
@@ -53,7 +56,7 @@ def _completed(s: Standing) -> Crumb | None:
     return done if done is not None and done.time_ns / 1e9 > since else None
 
 
-def _workers_get_on(s: Standing) -> str:
+def _workers_get_on(s: StuckRank) -> str:
     """Says that every loader worker with a batch to fetch makes progress; empty if one does not."""
     said = []
     for pid, looks in s.worker_looks().items():

@@ -16,8 +16,9 @@ from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import NO_LONGER_TRAINED, make_finding
-from model_check.diagnose.frames import Frame, whole
 from model_check.record import Finding
+from model_check.record.stacks import Frame
+from model_check.record.values import whole
 from model_check.record.verdict import Certainty, Severity
 
 _RANGES_SHOWN = 3

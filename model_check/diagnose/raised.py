@@ -9,9 +9,9 @@ from typing import Any
 from model_check.diagnose.branches import held_in_finally, swallowing_handler
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame, innermost_user
 from model_check.record import Finding
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame, innermost_user
 
 _NOTHING_IN_FINALLY = (
     "repair the named line; the text of the exception is the original one",

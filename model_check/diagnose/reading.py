@@ -19,19 +19,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
-from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, RankExit, StackDump
+from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence
 from model_check.diagnose.flight import read_flight
 from model_check.diagnose.following import FollowedRing
-from model_check.diagnose.frames import Frame, ThreadStack, whole
 from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
-from model_check.record.files import open_regular
+from model_check.record.files import open_regular, read_tail
+from model_check.record.rank_exits import RANK_EXITED, RankExit
+from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
+from model_check.record.values import objects, seconds, whole
 
 _RANK_FILE = re.compile(r"rank-(\d+)")
 _ROUND = re.compile(r"\.(\d+)\.")
-_FAULT_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>.+)$', re.MULTILINE)
-_LOG_TAIL_BYTES = 16 * 1024
 _LONGEST_LINE_BYTES = 16 << 20  # a record of ours is a few kilobytes
 _MOST_RANKS = 1 << 17  # a number beyond this is damage, not a job
 _KEPT_SAMPLES = 600
@@ -125,7 +125,7 @@ def _with_common_names(record: dict[str, Any]) -> dict[str, Any]:
     ):
         record["frames"] = [
             {"file": m["file"], "line": int(m["line"]), "function": m["function"]}
-            for m in _FAULT_FRAME.finditer(str(record["traceback"]))
+            for m in FRAME_LINE.finditer(str(record["traceback"]))
         ]
     return record
 
@@ -151,51 +151,10 @@ def is_rank(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_RANKS
 
 
-def _seconds(body: Mapping[str, Any], key: str = "t") -> float:
-    value = body.get(key)
-    return float(value) if isinstance(value, (int, float)) and abs(value) < 1 << 62 else 0.0
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object; empty where there is none, or another thing."""
     body = read_json(path)
     return body if isinstance(body, dict) else {}
-
-
-def read_stacks(path: Path, place: Place | None = None) -> StackDump | None:
-    """One dump, or None where the file is not one."""
-    body = read_json(path)
-    number = _RANK_FILE.search(path.name)
-    if not isinstance(body, dict) or (number is None and "rank" not in body):
-        return None
-    place = place or Place()
-    threads = []
-    for thread in _objects(body.get("threads")):
-        threads.append(
-            ThreadStack(
-                name=str(thread.get("name") or ""),
-                native_id=whole(thread.get("native_id")),
-                active=bool(thread.get("active")),
-                gil=bool(thread.get("gil")),
-                frames=tuple(place.frame(Frame.from_json(f)) for f in _objects(thread.get("frames"))),
-            )
-        )
-    round_number = _ROUND.search(path.name)
-    rank = body.get("rank")
-    return StackDump(
-        t=_seconds(body),
-        rank=rank if isinstance(rank, int) else int(number[1]) if number is not None else -1,
-        pid=whole(body.get("pid")),
-        round=int(round_number[1]) if round_number else 0,
-        source=str(body.get("source") or ""),
-        process=str(body.get("process") or "rank"),
-        threads=tuple(threads),
-        error=body.get("error"),
-    )
 
 
 def read_fault_text(text: str) -> tuple[Frame, ...]:
@@ -207,7 +166,7 @@ def read_fault_text(text: str) -> tuple[Frame, ...]:
         body = body[current:]
         end = body.find("\n\n")
         body = body[:end] if end >= 0 else body
-    return tuple(Frame(m["file"], int(m["line"]), m["function"].strip()) for m in _FAULT_FRAME.finditer(body))
+    return tuple(Frame(m["file"], int(m["line"]), m["function"].strip()) for m in FRAME_LINE.finditer(body))
 
 
 def _sample(t: float, body: Mapping[str, Any]) -> ProcSample:
@@ -215,7 +174,7 @@ def _sample(t: float, body: Mapping[str, Any]) -> ProcSample:
         t=t,
         pid=whole(body.get("pid")),
         state=str(body.get("state") or ""),
-        cpu_s=_seconds(body, "cpu_s"),
+        cpu_s=seconds(body, "cpu_s"),
         rss=whole(body.get("rss")),
         threads=whole(body.get("threads")),
         wchan=str(body.get("wchan") or ""),
@@ -225,7 +184,7 @@ def _sample(t: float, body: Mapping[str, Any]) -> ProcSample:
         io_bytes=whole(body.get("io_bytes")),
         switches=whole(body["switches"]) if body.get("switches") is not None else None,
         rss_file=whole(body.get("rss_file")),
-        children=tuple(_objects(body.get("children"))),
+        children=tuple(objects(body.get("children"))),
     )
 
 
@@ -237,7 +196,7 @@ def take_samples(supervisor: Iterable[Mapping[str, Any]], found: dict[int, deque
         for number, body in record["ranks"].items():
             if str(number).isdecimal() and len(number) < 10 and is_rank(int(number)) and isinstance(body, dict):
                 samples = found.setdefault(int(number), deque(maxlen=_KEPT_SAMPLES))
-                samples.append(_sample(_seconds(record), body))
+                samples.append(_sample(seconds(record), body))
 
 
 class Reader:
@@ -314,14 +273,11 @@ class Reader:
         name = f"rank-{rank:05d}"
         place = Place.of(header)
         events = tuple(e for e in tail.records if not _of_earlier_life(e, whole(header.get("pid")), began))
-        exit = _first_end(
-            _own_farewell(events, whole(header.get("pid")), believed_before if exit is None else math.inf), exit
-        )
-        dumps = (
-            self._cached(p, partial(read_stacks, place=place))
-            for p in self._files(self.run_dir.stacks_dir, f"{name}.*json")
-        )
-        stacks = [dump for dump in dumps if dump is not None]
+        farewell = _own_farewell(events, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
+        exit = _first_end(farewell, exit)
+        files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
+        read = partial(read_stacks, show=place.frame)
+        dumps = [dump for path in files if (dump := self._cached(path, read)) is not None and dump.rank == rank]
         flights = self._files(self.run_dir.flight_dir, f"{name}.*json")
         return RankEvidence(
             rank=rank,
@@ -333,15 +289,15 @@ class Reader:
             complete=log.complete,
             first_step_t=log.first_step_t,
             events=events,
-            stacks=tuple(sorted((s for s in stacks if s.rank == rank), key=lambda s: (s.round, s.t))),
+            stacks=tuple(sorted(dumps, key=lambda dump: dump.t)),
             samples=tuple(samples),
             flight=self._cached(flights[-1], read_flight) if flights else (),
             fault_frames=tuple(
-                place.frame(f) for f in read_fault_text(_tail(self.run_dir.stacks_dir / f"{name}.fault.txt"))
+                place.frame(f) for f in read_fault_text(read_tail(self.run_dir.stacks_dir / f"{name}.fault.txt"))
             ),
             exit=exit,
             started_t=started,
-            log_tail=_tail(self.run_dir.logs / f"{name}.log") if exit is not None and not exit.ok else "",
+            log_tail=read_tail(self.run_dir.logs / f"{name}.log") if exit is not None and not exit.ok else "",
         )
 
     def _files(self, folder: Path, pattern: str) -> list[Path]:
@@ -370,16 +326,6 @@ def _round_of(path: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _tail(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
 def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankExit], dict[int, float]]:
     exits: dict[int, RankExit] = {}
     starts: dict[int, float] = {}
@@ -387,20 +333,12 @@ def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankE
         rank = record.get("rank")
         if not is_rank(rank):
             continue
-        t = _seconds(record)
         if record.get("event") == "rank_started":
-            starts[rank] = t
+            starts[rank] = seconds(record)
             exits.pop(rank, None)
-        elif record.get("event") == "rank_exited":
-            code, number = _number(record.get("code")), _number(record.get("signal"))
-            if code is not None and code < 0:
-                number, code = -code, None  # subprocess's spelling of a signal death
-            exits[rank] = RankExit(t=t, pid=whole(record.get("pid")), code=code, signal=number)
+        elif record.get("event") == RANK_EXITED:
+            exits[rank] = RankExit.from_json(record)
     return exits, starts
-
-
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
 
 
 def _first_end(farewell: RankExit | None, exit: RankExit | None) -> RankExit | None:
@@ -412,11 +350,11 @@ def _first_end(farewell: RankExit | None, exit: RankExit | None) -> RankExit | N
 
 def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
     """A restarted rank appends to the file of its first life, whose failure its launcher has already forgiven."""
-    t = _seconds(event) or began
+    t = seconds(event) or began
     return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and whole(event.get("pid") or pid) != pid)
 
 
-def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int, believed_before: float) -> RankExit | None:
+def _own_farewell(events: Iterable[Mapping[str, Any]], rank: int, pid: int, believed_before: float) -> RankExit | None:
     """A rank that says it leaves with code 0 takes part in nothing any more; its process may need seconds to end.
 
     One that called no exit does not know its code itself: `raise SystemExit(3)` looks like a return from inside. Its
@@ -424,8 +362,8 @@ def _own_farewell(events: Iterable[Mapping[str, Any]], pid: int, believed_before
     """
     for record in events:
         if record.get("event") == "exit" and record.get("code") == 0 and record.get("pid") == pid:
-            guessed = record.get("via") == "return" and _seconds(record) > believed_before
-            return None if guessed else RankExit(t=_seconds(record), pid=pid, code=0, signal=None)
+            guessed = record.get("via") == "return" and seconds(record) > believed_before
+            return None if guessed else RankExit(rank, pid, 0, None, seconds(record))
     return None
 
 
@@ -436,9 +374,9 @@ def _world_size(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEviden
 
 
 def _last_time(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidence]) -> float:
-    times = [_seconds(r) for r in supervisor]
+    times = [seconds(r) for r in supervisor]
     times += [r.last_progress_t for r in ranks.values() if r.last_progress_t is not None]
-    times += [_seconds(e) for r in ranks.values() for e in r.events]
+    times += [seconds(e) for r in ranks.values() for e in r.events]
     return max(times, default=0.0)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
-from model_check.diagnose.frames import Frame
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame
 
 _PHASES = frozenset({"collective", "barrier", "p2p"})
 _NEWEST = 8  # calls in which the deviation is looked for

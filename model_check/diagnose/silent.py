@@ -16,8 +16,8 @@ from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import whole
 from model_check.record import Finding
+from model_check.record.values import whole
 
 SAME_BATCHES = 3  # in a row from the first on; once or twice may be chance, or a warmup
 _SHOWN_RANKS = 8

@@ -16,8 +16,6 @@ from typing import Any
 from model_check.diagnose.bursts import burst_finding
 from model_check.diagnose.evidence import (
     P2P_OPS,
-    STALL_FLOOR_S,
-    STALL_STEPS,
     WAIT_PHASES,
     Evidence,
     ProcSample,
@@ -25,9 +23,11 @@ from model_check.diagnose.evidence import (
     frame_of,
 )
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame, whole
 from model_check.record import Finding
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame
+from model_check.record.stalls import stall_after_s
+from model_check.record.values import whole
 
 NEWEST = 40  # newest steps to look at
 NEWEST_BURSTS = 100  # the same, for a rank that is slow now and then
@@ -343,7 +343,7 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
 
 def _paused(rank: RankEvidence, points: _Points, evidence: Evidence) -> float:
     """Seconds in long gaps between steps: memory that an evaluation or a compilation takes does not grow per step."""
-    far = max(STALL_FLOOR_S, STALL_STEPS * (evidence.median_step_s or 0.0))
+    far = stall_after_s(evidence.median_step_s)
     gaps = [(max(a, points[0][0]), min(b, points[-1][0])) for a, b in pairwise(rank.step_times) if b - a > far]
     return sum(end - begin for begin, end in gaps if end > begin)
 

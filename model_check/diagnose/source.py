@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from model_check.record.redaction import redact_text
 
 if TYPE_CHECKING:
-    from model_check.diagnose.frames import Frame
+    from model_check.record.stacks import Frame
 
 _MAX_SOURCE_LINES = 20_000
 _MAX_SOURCE_BYTES = 4 << 20

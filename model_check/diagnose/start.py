@@ -11,9 +11,9 @@ from pathlib import PurePosixPath
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame
 from model_check.record import Finding
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame
 from model_check.record.start_marks import last_passed, who_is_where
 
 IMPORT_STORM_S = 8.0
@@ -33,8 +33,8 @@ def start_findings(evidence: Evidence) -> list[Finding]:
 
 def with_start(evidence: Evidence, causes: list[Finding]) -> list[Finding]:
     """Where the start stopped belongs to whatever stopped it: who is where, by the checkpoints the ranks passed."""
-    standing = {rank.rank: passed for rank in evidence.ranks.values() if (passed := last_passed(rank.events))}
-    sentence = who_is_where(standing, evidence.now)
+    marks = {rank.rank: passed for rank in evidence.ranks.values() if (passed := last_passed(rank.events))}
+    sentence = who_is_where(marks, evidence.now)
     # A rank that raised stands nowhere any more: its own line says it all.
     if causes and sentence is not None and not causes[0].code.startswith("MC3"):
         causes[0].evidence.append(f"observed: {sentence}")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from model_check.diagnose import frames
-from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence, StackDump
-from model_check.diagnose.frames import Frame, ThreadStack
+from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence
 from model_check.diagnose.source import Loop, enclosing_loop
+from model_check.record.stacks import Frame, ProcessStacks, ThreadStack
 
 BUSY_SHARE = 0.5
 SHARED_CORE = 0.05
@@ -25,7 +25,7 @@ _DEBUGGERS = ("/pdb.py", "/bdb.py", "/cmd.py", "/code.py")
 
 
 @dataclass(frozen=True)
-class Standing:
+class StuckRank:
     """One rank that does not move, seen from all sides."""
 
     evidence: Evidence
@@ -36,7 +36,7 @@ class Standing:
         return self.rank.innermost.phase if self.rank.innermost is not None else "none"
 
     @cached_property
-    def dumps(self) -> list[StackDump]:
+    def dumps(self) -> list[ProcessStacks]:
         """Stacks of the rank's own process taken since it last made progress.
 
         Of a process that goes on after SIGCONT, what was seen while it was stopped says nothing about what it does.
@@ -76,7 +76,7 @@ class Standing:
         return [s for s in quiet if s.t >= quiet[-1].t - _RECENT_S]
 
     @property
-    def looks(self) -> list[StackDump]:
+    def looks(self) -> list[ProcessStacks]:
         return self.dumps[-_LOOKS:]
 
     @cached_property
@@ -247,9 +247,9 @@ class Standing:
                 found.setdefault(dump.pid, []).append(dump.main)
         return {pid: looks[-_LOOKS:] for pid, looks in found.items()}
 
-    def worker_dumps(self) -> Iterator[StackDump]:
+    def worker_dumps(self) -> Iterator[ProcessStacks]:
         since = self.rank.last_progress_t or 0.0
-        newest: dict[int, StackDump] = {}
+        newest: dict[int, ProcessStacks] = {}
         for dump in self.rank.stacks:
             if dump.process != "rank" and dump.threads and dump.t >= since:
                 newest[dump.pid] = dump

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from model_check.diagnose.evidence import Evidence
-from model_check.diagnose.hang import classify_standing
+from model_check.diagnose.hang import classify_stuck_rank
 from model_check.diagnose.issues import GroupTable, Issue
 from model_check.diagnose.waits import Wait
 from model_check.record import Finding
@@ -37,7 +37,7 @@ def gave_up_finding(
     if not absent:
         return None
     others = [rank for rank in victims if rank not in absent]
-    finding = classify_standing(evidence, absent[0], (), waits)
+    finding = classify_stuck_rank(evidence, absent[0], (), waits)
     gave_up = f"observed: rank {number} gave up in {issue.describe()}: {text[:160]}"
     return replace(finding, ranks=absent, victims=others, severity="error", evidence=[gave_up, *finding.evidence])
 

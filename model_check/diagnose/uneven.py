@@ -9,9 +9,9 @@ from model_check.diagnose.branches import is_outside, loops_around, rank_branch
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of, steps_done
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import Frame
 from model_check.record import Finding
 from model_check.record.ring import Crumb
+from model_check.record.stacks import Frame
 
 LOADER_ENDED = "exhausted"
 _SAME_STEPS = (

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model_check.diagnose.evidence import Evidence, RankEvidence, is_async
-from model_check.diagnose.frames import Frame
 from model_check.diagnose.issues import GroupTable, is_issue
 from model_check.record.ring import MEMBERS_ONLY, TAG, Crumb
+from model_check.record.stacks import Frame
 
 # Phases of the main thread in which an asynchronous collective that was started earlier may be what it waits for.
 _MAY_DRAIN = frozenset({"backward", "forward", "optimizer", "step", "eval", "exit"})

@@ -18,8 +18,8 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.dead_layers import Stop, where_it_stops
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
-from model_check.diagnose.frames import whole
 from model_check.record import Finding
+from model_check.record.values import whole
 
 SPIKE_WINDOW = 50
 SPIKE_SCORE = 10.0

@@ -32,10 +32,9 @@ from model_check.engine.worker import build, continue_from, fit, open_loader
 from model_check.record import RunDir
 from model_check.record.host_lock import in_turn
 from model_check.record.rank_context import RankContext
+from model_check.record.rank_exits import EXIT_STOPPED_AND_SAVED
 from model_check.record.signal_handlers import handle
 from model_check.record.step_lines import step_line
-
-EXIT_SAVED = 75
 
 
 @dataclass(frozen=True)
@@ -235,4 +234,4 @@ def _train(context: RankContext, order: TrainOrder) -> None:
     if last is not None and last.stop:
         saved = saving is not None and saving.committed == last.step
         say("stopped by request" + (", state saved" if saved else ""))
-        sys.exit(EXIT_SAVED if saved else 128 + signal.SIGTERM)
+        sys.exit(EXIT_STOPPED_AND_SAVED if saved else 128 + signal.SIGTERM)

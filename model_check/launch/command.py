@@ -193,11 +193,9 @@ class _CommandJob:
         code = exit.code
         if code is None and exit.signal is None:
             code = exit_code_recorded(self._run_dir, rank, exit.pid)
-        noted = RankExit(rank, exit.pid, code, exit.signal, exit.at, attempt=0, signalled_at=self._signalled_at)
+        noted = RankExit(rank, exit.pid, code, exit.signal, exit.at, signalled_at=self._signalled_at)
         self._exits.append(noted)
-        self._supervisor.journal.write(
-            "rank_exited", at_monotonic=exit.at, rank=rank, pid=exit.pid, code=code, signal=exit.signal
-        )
+        noted.write(self._supervisor.journal)
         self._supervisor.rank_exited(noted)
 
     # Ending.

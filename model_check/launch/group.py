@@ -97,7 +97,7 @@ class RankGroup:
         deadline = time.monotonic() + grace_s
         while self.running and time.monotonic() < deadline and not (hurried := hurry is not None and hurry()):
             self.wait(_STOP_POLL_S)
-            lost_at = min((exit.at_monotonic for exit in self.exits if exit.failed_by_itself), default=math.inf)
+            lost_at = min((exit.t for exit in self.exits if exit.failed_by_itself), default=math.inf)
             deadline = min(deadline, lost_at + lost_s)
         if self.running:
             self.kill()
@@ -139,19 +139,11 @@ class RankGroup:
             pid=message.pid,
             code=message.code,
             signal=message.signal,
-            at_monotonic=message.at_monotonic,
+            t=message.at_monotonic,
             attempt=self.attempt,
             signalled_at=self._signalled.get(rank),
         )
         self.exits.append(exit)
-        self._journal.write(
-            "rank_exited",
-            at_monotonic=message.at_monotonic,
-            rank=rank,
-            pid=message.pid,
-            attempt=self.attempt,
-            code=message.code,
-            signal=message.signal,
-        )
+        exit.write(self._journal)
         if self._on_exit is not None:
             self._on_exit(exit)

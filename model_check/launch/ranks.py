@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from model_check.errors import ModelCheckError
 from model_check.record import JsonlWriter, RunDir
 from model_check.record.rank_context import RankContext
+from model_check.record.rank_exits import CLEAN_CODES
 from model_check.record.redaction import redact_text, secret_values
 
 SIGNALS_OF_A_RANK = (
@@ -131,7 +132,7 @@ def run_entry(entry: Callable[[RankContext, Any], None], context: RankContext, p
         return 0
     except SystemExit as stop:
         code = _system_exit_code(stop)
-        if code not in (0, 75):
+        if code not in CLEAN_CODES:
             record_exception(context, stop, code)
         return code
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from model_check.blackbox.box import RANK_PID_VARIABLE
 from model_check.record import RunDir, read_jsonl
-from model_check.record.rank_exits import CLEAN_CODES
+from model_check.record.rank_exits import CLEAN_CODES, RANK_EXITED
 from model_check.supervise import processes
 
 JOB_VARIABLE = "MODEL_CHECK_JOB"
@@ -105,7 +105,7 @@ def _end_job(mark: JobMark, run_dir: RunDir) -> None:
 
 
 def _children_of_clean_ranks(holders: Mapping[int, Mapping[str, str]], run_dir: RunDir) -> set[int]:
-    ended = (record for record in read_jsonl(run_dir.supervisor_events).records if record.get("event") == "rank_exited")
+    ended = (record for record in read_jsonl(run_dir.supervisor_events).records if record.get("event") == RANK_EXITED)
     clean = {record.get("pid"): record.get("rank") for record in ended if record.get("code") in CLEAN_CODES}
     spared = {pid for pid, environment in holders.items() if environment.get(RANK_PID_VARIABLE, "") in map(str, clean)}
     for rank in {rank for rank in clean.values() if isinstance(rank, int)}:

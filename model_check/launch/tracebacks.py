@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from model_check.record.rank_exits import is_lost_peer
+from model_check.record.error_texts import is_lost_peer
 
 _HEAD = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ")  # torch's prefix on every line of an exception that ends a rank

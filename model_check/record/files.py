@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 # Nothing that we write comes near it; a file that is larger was not written by us.
 _MAX_JSON_BYTES = 256 << 20
+_TAIL_BYTES = 16 << 10
 
 
 def _finite(value: Any) -> Any:
@@ -117,3 +118,14 @@ def read_json(path: Path) -> Any | None:
         return json.loads(data.decode("utf-8")) if len(data) <= _MAX_JSON_BYTES else None
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def read_tail(path: Path) -> str:
+    """The end of a log, where a process says why it ends; empty where there is none."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -6,8 +6,6 @@ victims: a victim is never the first failure while another rank has an error tha
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,43 +14,60 @@ from textwrap import shorten
 from typing import Any
 
 from model_check.record import RunDir, read_json, read_jsonl
+from model_check.record.error_texts import is_lost_peer, lost_its_peer
+from model_check.record.files import read_tail
+from model_check.record.journal import Journal
+from model_check.record.values import seconds, whole
 
 EXIT_STOPPED_AND_SAVED = 75
+EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
+RANK_EXITED = "rank_exited"  # the event in the launcher's journal
 CLEAN_CODES = (0, EXIT_STOPPED_AND_SAVED)
 
-_LOST_PEER = re.compile(
-    r"""connection\ (closed|reset|refused|was\ aborted|aborted)
-    | connection\ was\ (closed|reset)
-    | closed\ by\ (the\ )?(remote\ )?peer
-    | broken\ pipe
-    | application\ timeout\ caused\ pair\ closure
-    | remote\ process\ exited
-    | ncclRemoteError
-    | NCCL\ communicator\ was\ aborted
-    | collective\ operation\ timeout
-    | timed\ out\ waiting\ .{0,80}\ (recv|send)\ operation
-    | connectFullMesh\ failed
-    | failed\ to\ recv,\ got\ 0\ bytes
-    | recvValue\ failed
-    | DistNetworkError | DistStoreError
-    """,
-    re.IGNORECASE | re.VERBOSE,
-)
-_LOG_TAIL_BYTES = 1 << 16
 _LONGEST = 200  # of a message on the launcher's own line; the log and the verdict have the whole of it
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended: with a `code` or by a `signal`. `signalled_at`: when we told it to end, if we did."""
+    """How a rank ended: with a `code` or by a `signal`; neither is known of one that is only gone.
+
+    `signalled_at`: when we told it to end, if we did. Times are CLOCK_MONOTONIC seconds.
+    """
 
     rank: int
     pid: int
     code: int | None
     signal: int | None
-    at_monotonic: float
-    attempt: int
+    t: float
+    attempt: int = 0
     signalled_at: float | None = None
+
+    def write(self, journal: Journal) -> None:
+        journal.write(
+            RANK_EXITED,
+            at_monotonic=self.t,
+            rank=self.rank,
+            pid=self.pid,
+            attempt=self.attempt,
+            code=self.code,
+            signal=self.signal,
+        )
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RankExit:
+        code, number = (said if isinstance(said := value.get(key), int) else None for key in ("code", "signal"))
+        if code is not None and code < 0:
+            number, code = -code, None  # subprocess's spelling of a signal death
+        rank, pid, attempt = (whole(value.get(key)) for key in ("rank", "pid", "attempt"))
+        return cls(rank, pid, code, number, seconds(value), attempt)
+
+    @property
+    def ok(self) -> bool:
+        return self.signal is None and self.code == 0
+
+    @property
+    def unknown(self) -> bool:
+        return self.code is None and self.signal is None
 
     @property
     def failed(self) -> bool:
@@ -65,8 +80,8 @@ class RankExit:
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports it: the code, or 128 + the signal."""
-        return self.code if self.code is not None else 128 + (self.signal or 0)
+        """As a shell reports it: the code, or 128 + the signal, which is SIGKILL where nobody knows."""
+        return self.code if self.code is not None else 128 + (self.signal or signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -76,12 +91,7 @@ class FailedRank:
     exit: RankExit
     error: dict[str, Any] | None
     victim: bool
-    at_monotonic: float
-
-
-def is_lost_peer(text: str) -> bool:
-    """Whether an error text says only that another rank went away."""
-    return _LOST_PEER.search(text) is not None
+    began: float  # when its trouble began
 
 
 def read_error(run_dir: RunDir, exit: RankExit, error_file: Path | None = None) -> dict[str, Any] | None:
@@ -106,35 +116,17 @@ def _torch_error(left: dict[str, Any]) -> dict[str, Any]:
 
 def weigh(exit: RankExit, error: dict[str, Any] | None, log: Path) -> FailedRank:
     """Decides whether a failed rank is a victim, and when its trouble began."""
-    if error is not None:
-        said = f"{error.get('root_type', error['type'])}: {error.get('root_message', error['message'])}"
-        began = min(float(error.get("t", exit.at_monotonic)), exit.at_monotonic)
-    else:
-        said = _last_words(exit, log)
-        began = exit.at_monotonic
-    return FailedRank(exit, error, is_lost_peer(said), began)
-
-
-def _last_words(exit: RankExit, log: Path) -> str:
-    """What the log says of a death without a record: an abort explains itself above its stack, a script last."""
-    if exit.signal != signal.SIGABRT and exit.code != 1:
-        return ""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            tail = file.read().decode("utf-8", "replace").rstrip()
-    except FileNotFoundError:
-        return ""
-    return tail if exit.signal == signal.SIGABRT else tail.rpartition("\n")[2]
+    victim = lost_its_peer(error, exit.code, exit.signal, read_tail(log) if error is None else "")
+    began = min(float(error.get("t", exit.t)), exit.t) if error else exit.t
+    return FailedRank(exit, error, victim, began)
 
 
 def first_failure(failed: Sequence[FailedRank]) -> FailedRank | None:
     """The earliest failure of a rank that is no victim and that we did not end; failing that, the earliest."""
-    own = [f for f in failed if f.exit.signalled_at is None or f.at_monotonic < f.exit.signalled_at]
+    own = [f for f in failed if f.exit.signalled_at is None or f.began < f.exit.signalled_at]
     candidates = own or list(failed)
     culprits = [f for f in candidates if not f.victim] or candidates
-    return min(culprits, key=lambda f: (f.at_monotonic, f.exit.rank), default=None)
+    return min(culprits, key=lambda f: (f.began, f.exit.rank), default=None)
 
 
 def describe(exit: RankExit, error: Mapping[str, Any] | None, label: str) -> str:

@@ -77,23 +77,23 @@ def last_passed(events: Iterable[Mapping[str, Any]]) -> Passed | None:
     return last
 
 
-def read_standing(run_dir: RunDir) -> dict[int, Passed]:
+def read_start_marks(run_dir: RunDir) -> dict[int, Passed]:
     """The last checkpoint of every rank that left one."""
-    standing: dict[int, Passed] = {}
+    marks: dict[int, Passed] = {}
     for path in sorted(run_dir.events_dir.glob("rank-*.jsonl")):
         number = path.stem.removeprefix("rank-")
         passed = last_passed(read_jsonl(path).records) if number.isdigit() else None
         if passed is not None:
-            standing[int(number)] = passed
-    return standing
+            marks[int(number)] = passed
+    return marks
 
 
-def who_is_where(standing: Mapping[int, Passed], now: float) -> str | None:
+def who_is_where(marks: Mapping[int, Passed], now: float) -> str | None:
     """One sentence; None where no rank left a mark, or the start is over on all of them."""
-    if not standing or all(passed.number >= START_IS_OVER for passed in standing.values()):
+    if not marks or all(passed.number >= START_IS_OVER for passed in marks.values()):
         return None
     groups: dict[int, list[int]] = {}
-    for rank, passed in sorted(standing.items()):
+    for rank, passed in sorted(marks.items()):
         groups.setdefault(passed.number, []).append(rank)
     furthest = max(groups)
     parts = []
@@ -103,7 +103,7 @@ def who_is_where(standing: Mapping[int, Passed], now: float) -> str | None:
         if number >= START_IS_OVER or (number == furthest and len(groups) > 1):
             continue
         ranks = groups[number]
-        waited = now - max(standing[rank].t for rank in ranks)
+        waited = now - max(marks[rank].t for rank in ranks)
         are = "is" if len(ranks) == 1 else "are"
         parts.append(
             f"{_ranks(ranks)} {are} still before {number + 1} ({component_of(number + 1)}), {max(0, waited):.0f} s"
@@ -118,15 +118,15 @@ def _ranks(ranks: list[int]) -> str:
 
 def start_table(run_dir: RunDir) -> list[str]:
     """The sentence and a row a rank, for a start that did not come to its end; empty where it did."""
-    standing = read_standing(run_dir)
+    marks = read_start_marks(run_dir)
     seen = [
         float(r["t"]) for r in read_jsonl(run_dir.supervisor_events).records if isinstance(r.get("t"), (int, float))
     ]
-    now = max([*seen, *(passed.t for passed in standing.values())], default=0.0)
-    sentence = who_is_where(standing, now)
+    now = max([*seen, *(passed.t for passed in marks.values())], default=0.0)
+    sentence = who_is_where(marks, now)
     if sentence is None:
         return []
-    return [f"start: {sentence}", *(_row(rank, passed) for rank, passed in sorted(standing.items()))]
+    return [f"start: {sentence}", *(_row(rank, passed) for rank, passed in sorted(marks.items()))]
 
 
 def _row(rank: int, passed: Passed) -> str:

@@ -47,6 +47,21 @@ class Finding:
         return cls(**{k: v for k, v in value.items() if k in known})
 
 
+class DetectionTimes:
+    """The seconds it took to name each fault. The first naming counts: a later one of the same fault is no news."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, tuple[int, ...]], float] = {}
+
+    def settle(self, finding: Finding, otherwise: float | None = None) -> None:
+        """Gives a finding the time of its first naming; `otherwise`, where the rule knew none."""
+        key = (finding.code, tuple(finding.ranks))
+        seconds = finding.seconds_to_detect if finding.seconds_to_detect is not None else otherwise
+        if key not in self._known and seconds is not None:
+            self._known[key] = round(seconds, 3)
+        finding.seconds_to_detect = self._known.get(key)
+
+
 def _is_finding(value: Any) -> bool:
     """The fields that readers build on have the types of the contract; the file may come from anywhere."""
     if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("code", "title")):

@@ -10,14 +10,14 @@ import linecache
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from model_check.record import RunDir, write_json_atomic
+from model_check.record import RunDir
 from model_check.record.journal import Journal
+from model_check.record.stacks import Frame, ProcessStacks
 from model_check.supervise import processes, stacks
 from model_check.supervise.job_finder import FoundJob, FoundRank
-from model_check.supervise.stacks import Frame, ProcessStacks
 
 ROUND_PAUSE_S = 0.8
 _ACTIVE_CPU_S = 0.05
@@ -46,7 +46,7 @@ _COLLECTIVE_PREFIXES = ("all_gather", "broadcast", "gather", "reduce", "scatter"
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankPosition:
     """Where one rank stands: the user's line, what it calls there, and whether that is a wait for others."""
 
     rank: int
@@ -79,7 +79,7 @@ class JobPicture:
     """One job, merged: the positions, largest group first, and the sentence about who waits for whom."""
 
     job: FoundJob
-    standings: tuple[Standing, ...]
+    ranks: tuple[RankPosition, ...]
     positions: tuple[Position, ...]
     awaited: tuple[int, ...]
     sentence: str
@@ -95,7 +95,7 @@ class JobPicture:
             "ranks": [
                 {"rank": s.rank, "pid": s.pid, "kind": s.kind, "doing": s.doing, "where": s.where, "state": s.state}
                 | {"busy": s.busy, "moving": s.moving}
-                for s in self.standings
+                for s in self.ranks
             ],
             "awaited": list(self.awaited),
             "sentence": self.sentence,
@@ -122,8 +122,8 @@ def look_at(job: FoundJob, *, run_dir: RunDir | None = None, pause: Callable[[fl
         rounds.append(looks)
         if run_dir is not None:
             _write_round(run_dir, number, looks)
-    standings = [_stand(rank, found.pid, rounds[0][rank], rounds[1][rank]) for rank, found in numbered]
-    picture = merge(job, standings)
+    positions = [_position(rank, found.pid, rounds[0][rank], rounds[1][rank]) for rank, found in numbered]
+    picture = merge(job, positions)
     if run_dir is not None:
         _write_picture(run_dir, picture)
     return picture
@@ -147,11 +147,9 @@ def _round(numbered: Sequence[tuple[int, FoundRank]]) -> dict[int, _Look]:
 def _write_round(run_dir: RunDir, number: int, looks: dict[int, _Look]) -> None:
     run_dir.stacks_dir.mkdir(exist_ok=True)
     for rank, look in looks.items():
-        name = f"rank-{rank:05d}.{number}"
-        write_json_atomic(run_dir.stacks_dir / f"{name}.json", look.stacks.to_json(rank, "rank"))
+        replace(look.stacks, rank=rank).write(run_dir, str(number))
         for worker in look.workers:
-            path = run_dir.stacks_dir / f"{name}.{worker.pid}.json"
-            write_json_atomic(path, worker.to_json(rank, "loader_worker"))
+            replace(worker, rank=rank, process="loader_worker").write(run_dir, str(number))
     journal = Journal(run_dir)
     if number == 1:
         journal.write("attached", nproc=len(looks))
@@ -165,9 +163,9 @@ def _write_picture(run_dir: RunDir, picture: JobPicture) -> None:
     journal.close()
 
 
-def _stand(rank: int, pid: int, first: _Look, second: _Look) -> Standing:
-    thread = second.stacks.main_thread()
-    earlier = first.stacks.main_thread()
+def _position(rank: int, pid: int, first: _Look, second: _Look) -> RankPosition:
+    thread = second.stacks.main
+    earlier = first.stacks.main
     kind, doing, frame = _read_stack(second)
     state = second.sample.stat.state if second.sample else "?"
     busy = False
@@ -180,15 +178,15 @@ def _stand(rank: int, pid: int, first: _Look, second: _Look) -> Standing:
     elif second.sample and second.sample.syscall == "read" and second.sample.syscall_fd == 0:
         kind, doing = "input", "waiting for standard input"
     moving = thread is not None and earlier is not None and thread.frames != earlier.frames
-    return Standing(rank, pid, kind, doing, frame, state, busy, moving)
+    return RankPosition(rank, pid, kind, doing, frame, state, busy, moving)
 
 
 def _read_stack(look: _Look) -> tuple[Kind, str, Frame | None]:
     """What the main thread does below the user's innermost line."""
-    thread = look.stacks.main_thread()
+    thread = look.stacks.main
     if thread is None or not thread.frames:
         return "unreadable", look.stacks.error or "no stack", None
-    user = thread.user_frame()
+    user = thread.user_frame
     inner = thread.frames[: thread.frames.index(user)] if user else thread.frames
     for frame in reversed(inner):
         call = frame.function.rpartition(".")[2]
@@ -220,8 +218,8 @@ def _read_stack(look: _Look) -> tuple[Kind, str, Frame | None]:
 
 def _worker_frame(look: _Look) -> Frame | None:
     for worker in look.workers:
-        thread = worker.main_thread()
-        frame = thread.user_frame() if thread else None
+        thread = worker.main
+        frame = thread.user_frame if thread else None
         if frame is not None:
             return frame
     return None
@@ -232,15 +230,15 @@ def _library(file: str) -> str:
     return inside.partition("/")[0] if inside != file else file.rpartition("/")[2]
 
 
-def merge(job: FoundJob, standings: Sequence[Standing]) -> JobPicture:
+def merge(job: FoundJob, found: Sequence[RankPosition]) -> JobPicture:
     """Groups the ranks by where they stand and says who is missing where."""
     groups: dict[tuple[str, str, Kind, str], list[int]] = {}
-    for standing in standings:
-        function = standing.frame.function if standing.frame else ""
-        key = (standing.where, function, standing.kind, standing.doing)
-        groups.setdefault(key, []).append(standing.rank)
+    for rank in found:
+        function = rank.frame.function if rank.frame else ""
+        key = (rank.where, function, rank.kind, rank.doing)
+        groups.setdefault(key, []).append(rank.rank)
     positions = sorted((Position(*key, tuple(ranks)) for key, ranks in groups.items()), key=lambda p: -len(p.ranks))
-    awaited = tuple(s.rank for s in standings if s.kind != "waiting")
+    awaited = tuple(s.rank for s in found if s.kind != "waiting")
     waiting = [position for position in positions if position.kind == "waiting"]
     if awaited and waiting:
         sentence = f"{_ranks(awaited)} {'is' if len(awaited) == 1 else 'are'} what the others wait for"
@@ -252,16 +250,16 @@ def merge(job: FoundJob, standings: Sequence[Standing]) -> JobPicture:
             tuple(rank for p in rest for rank in p.ranks) if len(most.ranks) > max(len(p.ranks) for p in rest) else ()
         )
     elif waiting:
-        missing = job.world_size is not None and len(standings) < job.world_size
-        gone = f"; {job.world_size} ranks belong to the job and {len(standings)} are on this host" if missing else ""
+        missing = job.world_size is not None and len(found) < job.world_size
+        gone = f"; {job.world_size} ranks belong to the job and {len(found)} are on this host" if missing else ""
         sentence = f"every rank stands at {waiting[0].where} in {waiting[0].doing}{gone}"
-    elif standings and all(s.kind == "ended" for s in standings):
+    elif found and all(s.kind == "ended" for s in found):
         sentence = "the job ended while we looked"
-    elif any(s.moving or s.busy for s in standings):
+    elif any(s.moving or s.busy for s in found):
         sentence = "no rank waits for another, and the job is moving"
     else:
         sentence = "no rank waits for another"
-    return JobPicture(job, tuple(standings), tuple(positions), awaited, sentence)
+    return JobPicture(job, tuple(found), tuple(positions), awaited, sentence)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -271,7 +269,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def describe(picture: JobPicture) -> str:
     """The picture for a person: one line a position, then the sentence."""
     size = f" of {picture.job.world_size}" if picture.job.world_size else ""
-    lines = [f"job {picture.job.name}: {len(picture.standings)}{size} ranks on this host"]
+    lines = [f"job {picture.job.name}: {len(picture.ranks)}{size} ranks on this host"]
     for position in picture.positions:
         count = len(position.ranks)
         if position.kind == "ended":
@@ -280,10 +278,10 @@ def describe(picture: JobPicture) -> str:
         stand = "rank stands" if count == 1 else "ranks stand"
         inside = f", {position.function}" if position.function and position.function != "<module>" else ""
         lines.append(f"  {count} {stand} at {position.where}{inside}: {position.doing} ({_ranks(position.ranks)})")
-    for standing in picture.standings:
-        if standing.kind not in ("waiting", "ended"):
-            how = "uses the CPU" if standing.busy else "does nothing"
-            same = "its stack changes" if standing.moving else "its stack did not change"
-            lines.append(f"  rank {standing.rank} (pid {standing.pid}, state {standing.state}): {how}; {same}")
+    for rank in picture.ranks:
+        if rank.kind not in ("waiting", "ended"):
+            how = "uses the CPU" if rank.busy else "does nothing"
+            same = "its stack changes" if rank.moving else "its stack did not change"
+            lines.append(f"  rank {rank.rank} (pid {rank.pid}, state {rank.state}): {how}; {same}")
     lines.append(f"  → {picture.sentence}")
     return "\n".join(lines)

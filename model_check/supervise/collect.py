@@ -12,11 +12,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from model_check.record import RunDir, write_json_atomic
+from model_check.record.error_texts import PORT_TAKEN
 from model_check.record.journal import Journal
 from model_check.record.redaction import redact_argv
 from model_check.record.ring import read_header
@@ -27,7 +29,6 @@ _CHILDREN_PER_RANK = 4
 _FLIGHT_WAIT_S = 2.0
 _KEPT_FILES = 256  # newest of each kind and rank: a long run stalls often, and every look reads all of them
 _TELLING = re.compile(r'"event": "(exception|exit|raised|swallowed_exception)"')
-_PORT_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _PORT_NUMBER = re.compile(r"port:?\s*(\d{2,5})")
 
 FlightRequest = Callable[[str, str], dict[str, Any]]
@@ -110,10 +111,8 @@ class Gatherer:
         if in_passing and taken.source != "py-spy":
             return None  # the kernel knows no source lines: the previous round says more
         process = "rank" if is_rank else "loader_worker" if taken.is_loader_worker else "child"
-        name = f"rank-{rank:05d}.{self._stack_round}" + (f".look-{self._looks}" if self._looks else "")
-        path = self._run_dir.stacks_dir / (f"{name}.json" if is_rank else f"{name}.{pid}.json")
-        write_json_atomic(path, taken.to_json(rank, process))
-        return path
+        round = f"{self._stack_round}" + (f".look-{self._looks}" if self._looks else "")
+        return replace(taken, rank=rank, process=process).write(self._run_dir, round)
 
     def flight(self, pids: Mapping[int, int]) -> None:
         """The c10d flight recorder of every rank that answers."""
@@ -151,7 +150,7 @@ class Gatherer:
         for rank in ranks:
             for line in self._new_events(rank):
                 news |= set(_TELLING.findall(line)[:1])
-                if _PORT_IN_USE.search(line):
+                if PORT_TAKEN.search(line):
                     self._name_holders(map(int, _PORT_NUMBER.findall(line)))
         return news
 

@@ -19,102 +19,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from model_check.record.user_code import is_trainer, is_user_file
+from model_check.record.stacks import FRAME_LINE, Frame, ProcessStacks, ThreadStack
 from model_check.supervise import processes
 
 TIMEOUT_S = 3.0
 _FAULTHANDLER_WAIT_S = 0.5
-_FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _FAULT_THREAD = re.compile(r"^(?P<current>Current thread|Thread) (?P<ident>0x[0-9a-f]+)(?: \[(?P<name>[^]]*)\])?")
 
 # A rank and the workers that it forked write into one file.
 _one_at_a_time: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One Python frame; the path is as the interpreter was given it."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def site(self) -> str:
-        return f"{self.file}:{self.line}"
-
-    @property
-    def is_user(self) -> bool:
-        return is_user_file(self.file)
-
-
-@dataclass(frozen=True)
-class ThreadStack:
-    """One thread of a process; frames innermost first."""
-
-    name: str
-    ident: int
-    native_id: int
-    active: bool
-    gil: bool
-    frames: tuple[Frame, ...]
-
-    def user_frame(self) -> Frame | None:
-        """Where the user's own code stands: the innermost frame that is no library's.
-
-        Where there is none our own trainer may be the program: then it is the line of ours that does the work.
-        """
-        users = next((frame for frame in self.frames if frame.is_user), None)
-        return users or next((frame for frame in self.frames if is_trainer(frame.file)), None)
-
-
-@dataclass(frozen=True)
-class ProcessStacks:
-    """All threads of one process at one moment, and how they were obtained."""
-
-    pid: int
-    taken_at: float
-    source: str  # py-spy, faulthandler or proc
-    threads: tuple[ThreadStack, ...]
-    error: str | None = None
-
-    def main_thread(self) -> ThreadStack | None:
-        """The kernel numbers the main thread as the process."""
-        for thread in self.threads:
-            if thread.native_id == self.pid or thread.name == "MainThread":
-                return thread
-        return self.threads[-1] if self.threads else None
-
-    @property
-    def is_loader_worker(self) -> bool:
-        return any("_worker_loop" in frame.function for thread in self.threads for frame in thread.frames)
-
-    def to_json(self, rank: int, process: str) -> dict[str, Any]:
-        return {
-            "t": self.taken_at,
-            "rank": rank,
-            "pid": self.pid,
-            "source": self.source,
-            "process": process,
-            "threads": [
-                {
-                    "name": thread.name,
-                    "ident": thread.ident,
-                    "native_id": thread.native_id,
-                    "active": thread.active,
-                    "gil": thread.gil,
-                    "frames": [
-                        {"file": f.file, "line": f.line, "function": f.function, "locals": None} for f in thread.frames
-                    ],
-                }
-                for thread in self.threads
-            ],
-            "error": self.error,
-        }
 
 
 def py_spy_binary() -> str | None:
@@ -232,7 +149,7 @@ def parse_faulthandler(text: str) -> list[ThreadStack]:
             current = thread["current"] == "Current thread"
             found.append((thread["name"] or "", int(thread["ident"], 16), current, []))
             continue
-        frame = _FAULT_FRAME.match(line)
+        frame = FRAME_LINE.match(line)
         if frame and found:
             found[-1][3].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
     # A signal is handled on the main thread, which is therefore the current one.

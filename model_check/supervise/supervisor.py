@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 
 from model_check.record import Finding, RunDir, Verdict
 from model_check.record.journal import Journal
-from model_check.record.rank_exits import RankExit
-from model_check.record.verdict import Outcome, VerdictFile
+from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
+from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
+from model_check.record.verdict import DetectionTimes, Outcome, VerdictFile
 from model_check.supervise import processes, waiting
 from model_check.supervise.announcements import Announcements
 from model_check.supervise.collect import FlightRequest, Gatherer
@@ -34,7 +35,7 @@ from model_check.supervise.watched_rank import Rank, Stall
 
 Examine = Callable[[RunDir, bool], Verdict]
 _CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself
-_STANDINGS_FRESH_S = 1.0
+_ACTIVITIES_FRESH_S = 1.0
 _MOST_ROUNDS = 12  # of stacks in one stall; by then hours have passed
 _LOOKS = 6  # in one burst, at ranks that do not wait
 _LOOK_AGAIN_S = 3.0  # until the next burst at a live rank; later bursts come after a tenth of the time passed so far
@@ -44,7 +45,6 @@ _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
 _LAST_WORDS = frozenset({"exception", "exit"})
 _SAMPLE_CLOSELY_S = 120.0
 _SAMPLE_HOURLY_S = 3600.0
-EXIT_CODE_OF_A_HANG = 1  # no rank failed by itself, so none has a code of its own to give
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Limits:
     along gets to end the others.
     """
 
-    stall_floor_s: float = 5.0
-    stall_steps: float = 5.0
+    stall_floor_s: float = STALL_FLOOR_S
     stall_before_first_step_s: float = 12.0
     stall_while_peers_wait_s: float = 6.0
     second_round_after_s: float = 0.8
@@ -109,10 +108,10 @@ class Supervisor:
         self._in_io_since: float | None = None
         self._proven_at: float | None = None
         self._close_looks: list[float] = []
-        self._first_named_after: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._detection_times = DetectionTimes()
         self._ended = False
-        self._standings_at = 0.0
-        self._last_standings: list[waiting.Standing] = []
+        self._activities_at = 0.0
+        self._last_activities: list[waiting.Activity] = []
         self.verdict = Verdict()
 
     # What the owner of the processes tells us. Starts, exits and signals are written down by the owner itself.
@@ -134,7 +133,7 @@ class Supervisor:
             return
         if not exit.failed:
             # Peers that still need it show within moments, or never.
-            self._look_closely(exit.at_monotonic)
+            self._look_closely(exit.t)
         elif not self._crashed:
             self._crashed = True
             try:
@@ -262,7 +261,7 @@ class Supervisor:
     def _threshold(self, rank: Rank) -> float:
         steps = [seconds for r in self._ranks.values() if (seconds := r.pulse.step_seconds()) is not None]
         if steps:
-            return max(self._limits.stall_floor_s, self._limits.stall_steps * statistics.median(steps))
+            return stall_after_s(statistics.median(steps), self._limits.stall_floor_s)
         return self._limits.stall_while_peers_wait_s if rank.pulse.has_ring else self._limits.stall_before_first_step_s
 
     def _quiet_ranks(self, alive: list[Rank], now: float) -> list[Rank]:
@@ -302,7 +301,7 @@ class Supervisor:
         if now >= stall.line_due and self._calm_line() is None:
             stall.line_due = now + self._limits.say_every_s
             start = waiting.start_line(self._run_dir, self._pids(), now)
-            for line in filter(None, (waiting.waiting_line(self._standings(), now), start)):
+            for line in filter(None, (waiting.waiting_line(self._activities(), now), start)):
                 self.say(line)
 
     def _waited_for_work(self, quiet: list[Rank], alive: list[Rank], now: float) -> bool:
@@ -314,8 +313,8 @@ class Supervisor:
         ]
         if not working:
             return False
-        where = {standing.rank: standing for standing in self._standings()}
-        waits = {number for number, standing in where.items() if standing.waits}
+        where = {activity.rank: activity for activity in self._activities()}
+        waits = {number for number, activity in where.items() if activity.waits}
         if not all(rank.rank in waits for rank in quiet) or not any(rank.rank not in waits for rank in working):
             return False
         since = min(rank.pulse.last_at for rank in quiet)
@@ -339,11 +338,11 @@ class Supervisor:
         stall.looks += 1
         stall.looked_at = now
         pids = self._pids()
-        working = [standing for standing in self._standings() if not standing.waits and standing.rank in pids]
+        working = [activity for activity in self._activities() if not activity.waits and activity.rank in pids]
         # A stopped process never moves between two looks, and looking at it takes a long time.
-        seen = {standing.rank: pids[standing.rank] for standing in working}
+        seen = {activity.rank: pids[activity.rank] for activity in working}
         seen = {rank: pid for rank, pid in seen.items() if not processes.is_stopped(pid)}
-        self._gather.look(seen, with_children={standing.rank for standing in working if standing.phase == "data"})
+        self._gather.look(seen, with_children={activity.rank for activity in working if activity.phase == "data"})
 
     def _calm_line(self) -> str | None:
         """What the ranks wait for, if the verdict on the stall is that nothing is wrong."""
@@ -358,7 +357,7 @@ class Supervisor:
             return True
         if any(now - rank.pulse.last_at > self._limits.stall_before_first_step_s for rank in quiet):
             return True
-        return any(standing.waits for standing in self._standings())
+        return any(activity.waits for activity in self._activities())
 
     def _confirm(self, stall: Stall, now: float) -> None:
         stall.rounds = 2
@@ -375,20 +374,20 @@ class Supervisor:
         if not stall.examined or self._crashed:
             return
         self.journal.write("stall_withdrawn", after_s=now - stall.since)
-        self._first_named_after.clear()
+        self._detection_times = DetectionTimes()
         if self.announcements.withdraw(now - stall.since):
             self.say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
         self._examine_now(now)
 
-    def _standings(self) -> list[waiting.Standing]:
+    def _activities(self) -> list[waiting.Activity]:
         """Reading whole rings takes milliseconds: one reading serves a second."""
         now = time.monotonic()
-        if now - self._standings_at > _STANDINGS_FRESH_S:
-            self._standings_at = now
-            self._last_standings = waiting.standings(
+        if now - self._activities_at > _ACTIVITIES_FRESH_S:
+            self._activities_at = now
+            self._last_activities = waiting.activities(
                 self._run_dir, {rank.rank: rank.started_at for rank in self._alive()}
             )
-        return self._last_standings
+        return self._last_activities
 
     def _sample_pause(self, now: float) -> float:
         """Every second at the start and while something is wrong; a healthy day must not fill the disk."""
@@ -416,11 +415,11 @@ class Supervisor:
 
     def _is_idle_hang(self, active: set[int]) -> bool:
         """Ranks wait, and whoever they wait for does nothing: a rank that computes or moves bytes is slow, not hung."""
-        where = self._standings()
-        working = [standing for standing in where if not standing.waits]
-        if any(standing.rank in active for standing in working):
+        where = self._activities()
+        working = [activity for activity in where if not activity.waits]
+        if any(activity.rank in active for activity in working):
             return False
-        return len(working) < len(where) or any(standing.phase in waiting.NEVER_IDLE_PHASES for standing in working)
+        return len(working) < len(where) or any(activity.phase in waiting.NEVER_IDLE_PHASES for activity in working)
 
     # Examinations and decisions.
 
@@ -443,13 +442,14 @@ class Supervisor:
         self._close_looks = [since + seconds for seconds in _CLOSE_LOOKS_S]
 
     def _examine_now(self, now: float, *, live: bool = True) -> None:
-        began = time.thread_time()
+        cpu_s = time.thread_time()
         self._hear(now)
         verdict = self._judged(live)
         self._examined_at = time.monotonic()
-        self._examine_cost_s = time.thread_time() - began
+        self._examine_cost_s = time.thread_time() - cpu_s
+        began = self._stall.since if self._stall is not None else self._first_failure_at()
         for finding in verdict.findings:
-            self._time_it(finding, now)
+            self._detection_times.settle(finding, now - began if began is not None else None)
         changed = verdict.to_json() != self.verdict.to_json()
         self.verdict = verdict
         if changed or not self._run_dir.verdict.exists():
@@ -476,20 +476,8 @@ class Supervisor:
         for line in self.announcements.trends_ended(self.verdict, now, last=last):
             self.say(line)
 
-    def _time_it(self, finding: Finding, now: float) -> None:
-        """Keeps the time of the first naming: a later examination of the same fault found nothing new."""
-        key = (finding.code, tuple(finding.ranks))
-        if key not in self._first_named_after:
-            began = self._stall.since if self._stall is not None else self._first_failure_at()
-            if finding.seconds_to_detect is None and began is None:
-                return
-            self._first_named_after[key] = (
-                finding.seconds_to_detect if finding.seconds_to_detect is not None else now - (began or now)
-            )
-        finding.seconds_to_detect = round(self._first_named_after[key], 3)
-
     def _first_failure_at(self) -> float | None:
-        times = [r.exit.at_monotonic for r in self._ranks.values() if r.exit is not None and r.exit.failed]
+        times = [r.exit.t for r in self._ranks.values() if r.exit is not None and r.exit.failed]
         return min(times, default=None)
 
     def _decide(self, now: float) -> EndJob | None:

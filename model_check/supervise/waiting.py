@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from model_check.record import RunDir
 from model_check.record.ring import FLAG_ASYNC, RingReading, read_ring
-from model_check.record.start_marks import read_standing, who_is_where
+from model_check.record.start_marks import read_start_marks, who_is_where
 
 WAITING_PHASES = frozenset({"collective", "p2p", "barrier", "init", "store", "gate"})
 # A process that sleeps for minutes in one of these is stuck, even where no other rank waits for it.
@@ -50,7 +50,7 @@ _DOING = {
 
 
 @dataclass(frozen=True)
-class Standing:
+class Activity:
     """What a rank is in the middle of, and since when (CLOCK_MONOTONIC seconds)."""
 
     rank: int
@@ -66,11 +66,11 @@ class Standing:
         return self.phase in WAITING_PHASES
 
 
-def standings(run_dir: RunDir, since_start: Mapping[int, float]) -> list[Standing]:
+def activities(run_dir: RunDir, since_start: Mapping[int, float]) -> list[Activity]:
     """Where each of the given ranks stands. A rank outside any span, or without a ring, is in code of its own."""
     readings = {rank: read_ring(run_dir.ring(rank)) for rank in since_start}
     return [
-        _in_flight(rank, readings) or _stands(rank, reading, since_start[rank]) for rank, reading in readings.items()
+        _in_flight(rank, readings) or _activity(rank, reading, since_start[rank]) for rank, reading in readings.items()
     ]
 
 
@@ -79,19 +79,19 @@ def _forwards_only(reading: RingReading) -> bool:
     return len(passes) == _NEWEST_PASSES and set(passes) == {"forward"}
 
 
-def _stands(rank: int, reading: RingReading, started_at: float) -> Standing:
+def _activity(rank: int, reading: RingReading, started_at: float) -> Activity:
     open_spans = [crumb for crumb in reading.open_spans() if crumb.thread == reading.header.get("pid", crumb.thread)]
     if open_spans:
         inner = open_spans[-1]
         op = inner.op if inner.op != "none" else ""
-        return Standing(rank, inner.phase, inner.time_ns / 1e9, inner.site, op, _forwards_only(reading))
+        return Activity(rank, inner.phase, inner.time_ns / 1e9, inner.site, op, _forwards_only(reading))
     last = reading.crumbs[-1] if reading.crumbs else None
     since = last.time_ns / 1e9 if last else started_at
     phase = "none" if reading.header else "start"
-    return Standing(rank, phase, since, last.site if last else "", forwards_only=_forwards_only(reading))
+    return Activity(rank, phase, since, last.site if last else "", forwards_only=_forwards_only(reading))
 
 
-def _in_flight(rank: int, readings: Mapping[int, RingReading]) -> Standing | None:
+def _in_flight(rank: int, readings: Mapping[int, RingReading]) -> Activity | None:
     """A rank whose last act was to start a collective (DDP does so from C++) that a peer has not started yet."""
     last = next((crumb for crumb in reversed(readings[rank].crumbs) if crumb.event == "begin"), None)
     if last is None or not last.flags & FLAG_ASYNC or last.collective_seq <= 0 or last.phase == "p2p":
@@ -99,7 +99,7 @@ def _in_flight(rank: int, readings: Mapping[int, RingReading]) -> Standing | Non
     started = [_started(reading, last.group) for peer, reading in readings.items() if peer != rank]
     if not any(seq < last.collective_seq for seq in started if seq is not None):
         return None
-    return Standing(rank, last.phase, last.time_ns / 1e9, last.site, last.op)
+    return Activity(rank, last.phase, last.time_ns / 1e9, last.site, last.op)
 
 
 def _started(reading: RingReading, group: str) -> int | None:
@@ -108,16 +108,16 @@ def _started(reading: RingReading, group: str) -> int | None:
     return next(numbers, 0 if group == _DEFAULT_GROUP else None)
 
 
-def waiting_line(where: Sequence[Standing], now: float) -> str | None:
+def waiting_line(where: Sequence[Activity], now: float) -> str | None:
     """The sentence, or None where nobody is known to wait for anybody."""
-    waiting = [standing for standing in where if standing.waits]
-    working = [standing for standing in where if not standing.waits]
+    waiting = [activity for activity in where if activity.waits]
+    working = [activity for activity in where if not activity.waits]
     if not where:
         return None
     if working:
-        groups: dict[str, list[Standing]] = defaultdict(list)
-        for standing in working:
-            groups[standing.phase].append(standing)
+        groups: dict[str, list[Activity]] = defaultdict(list)
+        for activity in working:
+            groups[activity.phase].append(activity)
         phase, slowest = min(groups.items(), key=lambda item: min(s.since for s in item[1]))
         doing = _DOING.get(phase) or "in its own code" + (f" after {slowest[0].site}" if slowest[0].site else "")
         seconds = now - min(s.since for s in slowest)
@@ -127,18 +127,18 @@ def waiting_line(where: Sequence[Standing], now: float) -> str | None:
         it = "it" if len(slowest) == 1 else "them"
         return f"{sentence}; {len(waiting)} rank{'s wait' if len(waiting) > 1 else ' waits'} for {it}"
     places: dict[str, list[int]] = defaultdict(list)
-    for standing in waiting:
-        places[f"{standing.op or standing.phase} at {standing.site}" if standing.site else standing.phase].append(
-            standing.rank
+    for activity in waiting:
+        places[f"{activity.op or activity.phase} at {activity.site}" if activity.site else activity.phase].append(
+            activity.rank
         )
     seconds = now - max(s.since for s in waiting)
     who = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {_list(ranks)} in {place}" for place, ranks in places.items())
     return f"every rank has been waiting for another for {seconds:.0f} s: {who}"
 
 
-def work_line(working: Sequence[Standing], waiting: int) -> str:
+def work_line(working: Sequence[Activity], waiting: int) -> str:
     """Says that some ranks work while others wait for them: "rank 0 evaluates; 3 ranks wait for it"."""
-    first = min(working, key=lambda standing: standing.rank)
+    first = min(working, key=lambda activity: activity.rank)
     does = "evaluates" if first.forwards_only else _DOES.get(first.phase, "is at work")
     others = f" (and {len(working) - 1} more)" if len(working) > 1 else ""
     return calm_line(f"rank {first.rank}{others} {does}", waiting)
@@ -150,7 +150,7 @@ def calm_line(doing: str, waiting: int) -> str:
 
 def start_line(run_dir: RunDir, ranks: Collection[int], now: float) -> str | None:
     """Where a start that is not over stands, by the checkpoints the ranks have passed; None for any other job."""
-    return who_is_where({rank: passed for rank, passed in read_standing(run_dir).items() if rank in ranks}, now)
+    return who_is_where({rank: passed for rank, passed in read_start_marks(run_dir).items() if rank in ranks}, now)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

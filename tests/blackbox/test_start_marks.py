@@ -22,7 +22,7 @@ from model_check.record.start_marks import (
     Passed,
     component_of,
     last_passed,
-    read_standing,
+    read_start_marks,
     start_table,
     who_is_where,
 )
@@ -37,7 +37,7 @@ def at(number: int, t: float = 100.0) -> Passed:
 
 
 @pytest.mark.parametrize(
-    ("standing", "expected"),
+    ("marks", "expected"),
     [
         ({}, None),
         ({0: at(11), 1: at(12)}, None),
@@ -55,8 +55,8 @@ def at(number: int, t: float = 100.0) -> Passed:
         ),
     ],
 )
-def test_the_sentence(standing: dict[int, Passed], expected: str | None) -> None:
-    assert who_is_where(standing, now=134.0) == expected
+def test_the_sentence(marks: dict[int, Passed], expected: str | None) -> None:
+    assert who_is_where(marks, now=134.0) == expected
 
 
 def test_evidence_names_a_component_of_ours_for_each_of_the_twelve() -> None:
@@ -118,7 +118,7 @@ def test_marks_from_before_the_box_are_written_with_the_first_one_after(box: Run
     marks.passed(2)  # a second caller of the same checkpoint
     written = [(r["number"], r["name"]) for r in read_jsonl(box.events(3)).records if r["event"] == EVENT]
     assert written == list(enumerate(CHECKPOINTS, start=1))[:3]
-    assert read_standing(box)[3].number == 3
+    assert read_start_marks(box)[3].number == 3
     parsed = [LINE.fullmatch(line) for line in said]
     assert all(parsed), said
     assert [match[10] for match in parsed if match] == [f"CHECKPOINT {n}: {name}" for n, name in written]
@@ -134,7 +134,7 @@ def test_a_mark_of_something_that_is_off_says_so(box: RunDir) -> None:
         "CHECKPOINT 1 comes next and is off: logging.wandb is false",
         "CHECKPOINT 1: Script started",
     ]
-    assert read_standing(box)[0].off == "logging.wandb is false"
+    assert read_start_marks(box)[0].off == "logging.wandb is false"
 
 
 def test_a_checkpoint_out_of_order_is_our_own_fault() -> None:
@@ -155,7 +155,7 @@ def test_a_process_that_is_no_rank_of_ours_marks_nothing(box: RunDir) -> None:
     assert os.waitpid(child, 0)[1] == 0, "a child of a rank is not the rank"
     assert EVENT not in [record["event"] for record in read_jsonl(box.events(0)).records]
     marks.passed(1)
-    assert read_standing(box)[0].number == 1 and len(said) == 1
+    assert read_start_marks(box)[0].number == 1 and len(said) == 1
 
 
 def test_what_blocks_is_announced_and_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

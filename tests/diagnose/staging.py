@@ -25,6 +25,7 @@ class Actor:
         self.rank = rank
         self.t = T0
         self.pid = 4000 + rank
+        self.ended: tuple[int | None, int | None] | None = None  # code and signal
         real_clock = time.monotonic_ns
         time.monotonic_ns = lambda: int(self.t * 1e9)
         try:
@@ -117,9 +118,8 @@ class Actor:
 
     def fails(self, kind: str, message: str, line: int, function: str = "train", text: str = "", **more: Any) -> None:
         frame = {"file": str(self.stage.script), "line": line, "function": function, "text": text}
-        self.event(
-            "exception", type=kind, message=message, frames=[frame], user_frame=frame, thread="MainThread", **more
-        )
+        told = {"frames": [frame], "user_frame": frame, "thread": "MainThread", **more}
+        self.event("exception", type=kind, message=message, **told)
 
     def swallows(self, kind: str, message: str, line: int) -> None:
         frame = {"file": str(self.stage.script), "line": line, "function": "train", "text": ""}
@@ -130,6 +130,7 @@ class Actor:
             frame = {"file": str(self.stage.script), "line": line, "function": "train", "text": ""}
             self.event("exit", code=code, via=via, user_frame=frame if line else None)
         self.t += 0.01
+        self.ended = (code, signal)
         self.stage.say("rank_exited", self.t, rank=self.rank, pid=self.pid, code=code, signal=signal)
 
     def sample(self, t: float, **fields: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model_check.diagnose.branches import rank_branch, swallowing_handler
-from model_check.diagnose.frames import Frame
+from model_check.record.stacks import Frame
 
 
 def at(tmp_path, source: str, line: int) -> Frame:

@@ -13,9 +13,9 @@ from staging import T0
 
 from model_check.diagnose import Examiner, examine, load
 from model_check.diagnose.flight import op_name, read_flight
-from model_check.diagnose.frames import Frame, innermost_user
-from model_check.diagnose.reading import JsonlTail, Reader, read_fault_text, read_stacks
+from model_check.diagnose.reading import JsonlTail, Reader, read_fault_text
 from model_check.record import JsonlWriter, RunDir
+from model_check.record.stacks import Frame, innermost_user, read_stacks
 from model_check.record.user_code import is_user_file
 
 
@@ -160,7 +160,7 @@ def test_dumps_of_any_json_are_read_or_refused(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("dump") / "rank-00003.2.json"
     path.write_text(json.dumps(value))
     dump = read_stacks(path)
-    assert dump is None or dump.round == 2
+    assert dump is None or dump.rank in (3, value.get("rank"))
     assert isinstance(read_flight(path), tuple)
 
 

@@ -17,10 +17,10 @@ import pytest
 from model_check.cli.main import main
 from model_check.errors import UsageError
 from model_check.record import RunDir, read_json, read_jsonl
+from model_check.record.stacks import Frame
 from model_check.supervise import processes
-from model_check.supervise.attach import JobPicture, Standing, describe, look_at, merge
+from model_check.supervise.attach import JobPicture, RankPosition, describe, look_at, merge
 from model_check.supervise.job_finder import FoundJob, FoundRank, find_jobs, jobs_of
-from model_check.supervise.stacks import Frame
 
 # Stand-ins with torch's paths and names: positions are read from stacks, and these stacks look the same.
 _COLLECTIVES = "import os\ndef all_reduce():\n    os.read(os.pipe()[0], 1)\n"
@@ -128,7 +128,7 @@ def test_the_rank_in_the_loader_is_what_the_others_wait_for(tmp_path: Path, hang
 def test_a_rank_that_waits_for_its_own_message_is_a_waiting_one(hang: Callable[..., HangingJob]) -> None:
     job = hang(3, waiter=1)
     picture = look_at(jobs_of(job.pids)[0])
-    assert [s.kind for s in picture.standings] == ["waiting"] * 3
+    assert [s.kind for s in picture.ranks] == ["waiting"] * 3
     assert picture.sentence.startswith("every rank waits, but not at the same place: ranks 0, 2 in all_reduce at ")
     assert picture.sentence.endswith(
         f"rank 1 in the wait for a call that it started before at {job.line('work.wait(100)')}"
@@ -160,7 +160,7 @@ def test_ranks_that_end_while_we_look_are_not_said_to_stand_anywhere(hang: Calla
             rank.wait()
 
     picture = look_at(job, pause=end_them)
-    assert [s.kind for s in picture.standings] == ["ended", "ended"]
+    assert [s.kind for s in picture.ranks] == ["ended", "ended"]
     assert describe(picture).splitlines()[1:] == [
         "  2 ranks ended while we looked (ranks 0, 1)",
         "  → the job ended while we looked",
@@ -172,7 +172,7 @@ def test_a_stopped_rank_is_called_stopped_and_stays_stopped(hang: Callable[..., 
     os.kill(hanging.pids[0], signal.SIGSTOP)
     (job,) = jobs_of(hanging.pids)
     picture = look_at(job)
-    assert (picture.standings[0].kind, picture.standings[0].state) == ("stopped", "T")
+    assert (picture.ranks[0].kind, picture.ranks[0].state) == ("stopped", "T")
     assert picture.awaited == (0,)
     stat = processes.read_stat(hanging.pids[0])
     assert stat is not None and stat.state == "T"
@@ -216,36 +216,36 @@ def test_the_command_prints_json_and_refuses_a_pid_that_is_gone(
     assert f"there is no process {gone.pid}" in capsys.readouterr().err
 
 
-def _standing(rank: int, kind: Any, line: int, doing: str = "all_reduce", **more: Any) -> Standing:
+def _position(rank: int, kind: Any, line: int, doing: str = "all_reduce", **more: Any) -> RankPosition:
     told = {"state": "S", "busy": False, "moving": False, **more}
-    return Standing(rank, 100 + rank, kind, doing, Frame("train.py", line, "main"), **told)
+    return RankPosition(rank, 100 + rank, kind, doing, Frame("train.py", line, "main"), **told)
 
 
-def _merge(*standings: Standing, world_size: int | None = None) -> JobPicture:
-    ranks = tuple(FoundRank(s.pid, s.rank, ()) for s in standings)
-    return merge(FoundJob("a job", world_size, ranks), standings)
+def _merge(*positions: RankPosition, world_size: int | None = None) -> JobPicture:
+    ranks = tuple(FoundRank(s.pid, s.rank, ()) for s in positions)
+    return merge(FoundJob("a job", world_size, ranks), positions)
 
 
 def test_a_minority_at_another_collective_is_named() -> None:
-    picture = _merge(*(_standing(r, "waiting", 41) for r in (0, 2, 3)), _standing(1, "waiting", 50, "barrier"))
+    picture = _merge(*(_position(r, "waiting", 41) for r in (0, 2, 3)), _position(1, "waiting", 50, "barrier"))
     assert picture.awaited == (1,)
     assert "rank 1 in barrier at train.py:50" in picture.sentence
 
 
 def test_of_two_ranks_at_two_collectives_neither_is_blamed() -> None:
-    picture = _merge(_standing(0, "waiting", 41), _standing(1, "waiting", 50, "barrier"))
+    picture = _merge(_position(0, "waiting", 41), _position(1, "waiting", 50, "barrier"))
     assert picture.awaited == ()
     assert picture.sentence.startswith("every rank waits, but not at the same place")
 
 
 def test_ranks_on_other_hosts_are_not_forgotten() -> None:
-    picture = _merge(_standing(0, "waiting", 41), _standing(1, "waiting", 41), world_size=4)
+    picture = _merge(_position(0, "waiting", 41), _position(1, "waiting", 41), world_size=4)
     assert "4 ranks belong to the job and 2 are on this host" in picture.sentence
 
 
 def test_a_moving_job_is_called_moving() -> None:
-    assert "moving" in _merge(_standing(0, "code", 3, "its own code", moving=True)).sentence
-    assert _merge(_standing(0, "code", 3, "its own code")).sentence == "no rank waits for another"
+    assert "moving" in _merge(_position(0, "code", 3, "its own code", moving=True)).sentence
+    assert _merge(_position(0, "code", 3, "its own code")).sentence == "no rank waits for another"
 
 
 def test_a_pid_that_never_was_is_a_usage_error() -> None:

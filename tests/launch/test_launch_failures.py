@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_check.record import JsonlWriter, RunDir
+from model_check.record.error_texts import is_lost_peer
 from model_check.record.rank_exits import (
     RankExit,
     describe,
     first_failure,
-    is_lost_peer,
     read_error,
     signal_name,
     weigh,

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from model_check.record import RunDir
+from model_check.record.stacks import Frame, ProcessStacks, ThreadStack, read_stacks
 from model_check.record.user_code import is_user_file
 from model_check.supervise import stacks
-from model_check.supervise.stacks import Frame, ThreadStack
 
 _PACKAGE = str(Path(stacks.__file__).parents[1])
 
@@ -54,9 +55,9 @@ def test_a_command_beside_the_interpreter_is_no_users_file(tmp_path: Path) -> No
     for file in (command, script):
         with subprocess.Popen([sys.executable, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None and process.stdout.readline() == b"up\n"
-            thread = stacks.take(process.pid).main_thread()
+            thread = stacks.take(process.pid).main
             assert thread is not None and thread.frames[-1].file == str(file), "the stack was not read"
-            frame = thread.user_frame()
+            frame = thread.user_frame
             places[file.name] = frame.site if frame else None
             process.communicate()
     assert places == {"some-trainer": None, "train.py": f"{script}:3"}
@@ -70,5 +71,20 @@ def test_our_own_trainer_is_a_program_too() -> None:
         f"{_PACKAGE}/engine/rank.py",
         f"{_PACKAGE}/launch/nursery.py",
         f"{Path(sys.executable).parent}/model-check",
-    ).user_frame()
+    ).user_frame
     assert frame is not None and frame.site == f"{_PACKAGE}/engine/loop.py:3"
+
+
+def test_a_script_that_only_calls_our_trainer_is_a_door() -> None:
+    frame = _thread(f"{_PACKAGE}/engine/loop.py", f"{_PACKAGE}/engine/rank.py", "/home/me/pretrain_main.py").user_frame
+    assert frame is not None and frame.site == f"{_PACKAGE}/engine/loop.py:1"
+
+
+@pytest.mark.parametrize("process", ["rank", "loader_worker"])
+def test_a_dump_is_read_as_it_was_written(tmp_path: Path, process: str) -> None:
+    run_dir = RunDir.create(tmp_path / "run")
+    thread = _thread("/home/me/train.py", "/usr/lib/python3.12/threading.py")
+    dump = ProcessStacks(17, 3.5, "py-spy", (thread,), "torn", rank=4, process=process)
+    dump.write(run_dir, "2.look-1")
+    name = "rank-00004.2.look-1.json" if process == "rank" else "rank-00004.2.look-1.17.json"
+    assert read_stacks(run_dir.stacks_dir / name) == dump

@@ -28,7 +28,7 @@ from model_check.supervise import processes, stacks
 from model_check.supervise.memorykills import KernelLog, MemoryKill, kill_count, memory_limit, parse_kill
 from model_check.supervise.process_exits import ExitWatcher, decode_wait_status
 from model_check.supervise.pulse import Pulse
-from model_check.supervise.waiting import Standing, standings, waiting_line
+from model_check.supervise.waiting import Activity, activities, waiting_line
 
 
 @pytest.fixture
@@ -78,13 +78,13 @@ def test_a_stopped_process_is_in_state_t_and_its_stack_can_still_be_read(python:
     _until(lambda: processes.read_stat(process.pid).state == "T")
     taken = stacks.take(process.pid)
     assert taken.source == "py-spy" and taken.error is None
-    assert "napping" in [frame.function for frame in taken.main_thread().frames]
+    assert "napping" in [frame.function for frame in taken.main.frames]
 
 
 def test_the_stack_of_a_process_that_holds_the_gil_in_c_code(python: Any) -> None:
     process = python("import ctypes\ndef hold():\n    print('here', flush=True); ctypes.PyDLL(None).sleep(100)\nhold()")
     _until(lambda: processes.read_stat(process.pid).state == "S")
-    thread = stacks.take(process.pid).main_thread()
+    thread = stacks.take(process.pid).main
     assert thread is not None and thread.gil
     assert thread.frames[0].function == "hold"
 
@@ -343,36 +343,36 @@ def test_a_started_collective_is_waited_for_as_long_as_a_peer_has_not_started_it
         recorders[rank].end(span, "collective")
     recorders[0].begin("tracker", file="a.py", line=2)
     starts = {0: 0.0, 1: 0.0}
-    assert [(s.phase, s.waits) for s in standings(run_dir, starts)] == [("tracker", False), ("collective", True)]
+    assert [(s.phase, s.waits) for s in activities(run_dir, starts)] == [("tracker", False), ("collective", True)]
     recorders[0].begin(
         "collective", op="all_reduce", group="default", collective_seq=2, flags=FLAG_ASYNC, file="a.py", line=3
     )
-    assert [s.waits for s in standings(run_dir, starts)] == [True, False]
+    assert [s.waits for s in activities(run_dir, starts)] == [True, False]
     for recorder in recorders:
         recorder.close()
 
 
 @pytest.mark.parametrize(
-    ("standings", "line"),
+    ("activities", "line"),
     [
         ([], None),
         (
-            [Standing(0, "save", 69.0), *(Standing(rank, "barrier", 70.0) for rank in range(1, 8))],
+            [Activity(0, "save", 69.0), *(Activity(rank, "barrier", 70.0) for rank in range(1, 8))],
             "rank 0 has been saving a checkpoint for 31 s; 7 ranks wait for it",
         ),
-        ([Standing(0, "compile", 88.0), Standing(1, "compile", 90.0)], "ranks 0, 1 have been compiling for 12 s"),
+        ([Activity(0, "compile", 88.0), Activity(1, "compile", 90.0)], "ranks 0, 1 have been compiling for 12 s"),
         (
             [
-                Standing(0, "collective", 90.0, "a.py:3", "all_reduce"),
-                Standing(1, "collective", 80.0, "a.py:9", "barrier"),
+                Activity(0, "collective", 90.0, "a.py:3", "all_reduce"),
+                Activity(1, "collective", 80.0, "a.py:9", "barrier"),
             ],
             "every rank has been waiting for another for 10 s: "
             "rank 0 in all_reduce at a.py:3; rank 1 in barrier at a.py:9",
         ),
     ],
 )
-def test_the_sentence_about_who_waits(standings: list[Standing], line: str | None) -> None:
-    assert waiting_line(standings, 100.0) == line
+def test_the_sentence_about_who_waits(activities: list[Activity], line: str | None) -> None:
+    assert waiting_line(activities, 100.0) == line
 
 
 def test_a_poll_wakes_up_again_and_again_and_one_long_wait_does_not(python: Any) -> None:
