@@ -63,6 +63,7 @@ OVERVIEW = {
 ELSEWHERE = {
     "bash run.sh --debug": "tests/docs/test_readme.py::test_run_sh_trains",
     "model-check attach": "tests/launch/test_launch_attach.py",
+    "model-check diagnose runs/1": "tests/test_api.py",
     "model-check doctor": "tests/cli/test_cli_doctor.py",
     "model-check plan": "tests/cli/test_cli_plan.py",
     "torchrun --nproc_per_node=2 pretrain_main.py": (
