@@ -139,6 +139,24 @@ def test_a_healthy_script_has_the_same_results_and_no_findings(tmp_path: Path) -
     assert (verdict.outcome, verdict.steps_completed, verdict.findings, verdict.notes) == ("completed", 8, [], [])
 
 
+def test_the_rank_is_taken_from_a_group_that_was_joined_before(tmp_path: Path) -> None:
+    """A worker of Ray is not told its rank in the environment, and joins before it runs the user's function."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "import model_check\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "model_check.observe(run_dir='run')\n"
+        "dist.all_reduce(torch.ones(2))\n"
+        "raise ValueError('label 17 is out of range')  # RAISES\n"
+    )
+    done = run_ranks(path, RunDir(tmp_path / "run"), world=None, inject=False, env={"PYTHONPATH": str(ROOT)})
+    assert [(c.op, c.group) for c in done.crumbs(phase="collective", event="begin")] == [("all_reduce", "default")]
+    assert done.ring().header["backend"] == "gloo"
+    assert named(model_check.diagnose(tmp_path / "run")) == [("MC301", [0], at(path, "RAISES"))]
+
+
 def test_the_guard_names_a_nan(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(

@@ -175,15 +175,14 @@ def _tensors(given: Any) -> list[torch.Tensor]:
 
 def _kernel(target: Any, operator: _Operator, below: Any, unbox: Callable[[Any], Any]) -> Callable[..., Any]:
     op, phase, tensor_at, group_at = operator.op, operator.phase, operator.tensor, operator.group
-    peer_at, given_at = operator.peer, operator.given
-    exchanges, overlaps_at = tensor_at is not None, operator.overlaps
+    peer_at, given_at, overlaps_at = operator.peer, operator.given, operator.overlaps
     redispatch = target._handle.redispatch_boxed  # what `target.redispatch` calls, without a frame of its own
 
     # No context manager here: inside a compiled call Dynamo would compile contextlib's code for it.
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if _Registered.lone is not None and _Registered.lone.includes_this_thread():
             _Registered.lone.stop()
-        if not exchanges or not _Registered.told:
+        if tensor_at is None or not _Registered.told:
             return heard(keyset, args, kwargs)
         given = [] if given_at is None else _tensors(args[given_at])
         overlaps = overlaps_at is not None and (len(args) <= overlaps_at or bool(args[overlaps_at]))

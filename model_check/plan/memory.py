@@ -140,30 +140,22 @@ def _plan_stage(shape: ModelShape, load: Workload, layout: Layout, stage: int) -
     traffic = _Traffic.of(shape, load, layout, sizes)
     # Buckets of DDP, and sums over micro-batches, stay through the forward pass.
     has_buckets = not layout.shards and layout.data_parallel > 1
-    held_gradients = state.gradients if has_buckets or load.micro_batches > 1 else 0.0
+    held = state.gradients if has_buckets or load.micro_batches > 1 else 0.0
     base = {"parameters": state.parameters, "optimizer": state.optimizer, "workspace": float(WORKSPACE_BYTES)}
 
     def moment(name: str, **parts: float) -> Moment:
-        filled = {**base, **parts}
-        return Moment(name, {category: filled.get(category, 0.0) for category in CATEGORIES})
+        return Moment(name, dict.fromkeys(CATEGORIES, 0.0) | base | parts)
 
     # The stream after the last block and after the last norm.
     ends = 2 * stream if sizes.is_last else stream
-    moments = [
-        moment(
-            "forward",
-            gradients=held_gradients,
-            activations=waiting + kept + ends,
-            communication=traffic.forward,
-        )
-    ]
+    moments = [moment("forward", gradients=held, activations=waiting + kept + ends, communication=traffic.forward)]
     head_gradient = 0.0
     if loss is not None:
         head_gradient = 0.0 if layout.shards else loss.weight_gradient  # in shards, traffic counts it
         moments.append(
             moment(
                 "loss",
-                gradients=held_gradients + loss.finished,
+                gradients=held + loss.finished,
                 activations=waiting + kept + ends + loss.hidden_gradient,
                 logits=loss.logits,
                 communication=traffic.at_loss,
@@ -176,13 +168,13 @@ def _plan_stage(shape: ModelShape, load: Workload, layout: Layout, stage: int) -
         max(
             moment(
                 "backward",
-                gradients=held_gradients + head_gradient + block_gradient,
+                gradients=held + head_gradient + block_gradient,
                 activations=first_block,
                 communication=traffic.first_block,
             ),
             moment(
                 "backward",
-                gradients=max(held_gradients + block_gradient, state.gradients - sizes.later_gradients(state, layout)),
+                gradients=max(held + block_gradient, state.gradients - sizes.later_gradients(state, layout)),
                 activations=waiting + stream + whole_block,
                 communication=traffic.last_block,
             ),
