@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# bash test.sh          everything that is quick        bash test.sh --all   every test that needs no GPU
-# bash test.sh --gpu    the tests that need a GPU       anything else is passed on to pytest
+# bash test.sh          what is quick: up to 6 minutes on two cores, with a fault of every family and three controls
+# bash test.sh --all    that and the tests marked slow: up to 50 minutes, a fault of every code; what CI runs
+# bash test.sh --long   the rest that needs no GPU: variants of faults, more kills, long controls
+# bash test.sh --gpu    the tests that need a GPU
+# Anything else is passed on to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/setup.sh
 model_check_setup requirements-dev.txt
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 bin=.venv/bin
-select="not slow and not gpu"
+select="not slow and not long and not gpu"
 case "${1:-}" in
-  --all) select="not gpu"; shift ;;
+  --all) select="not long and not gpu"; shift ;;
+  --long) shift; exec $bin/python -m pytest -m "long and not gpu" --durations=0 "$@" ;;
   --gpu) shift; exec $bin/python -m pytest -m gpu tests/gpu tests/faults "$@" ;;
 esac
 $bin/ruff check .
@@ -18,7 +22,7 @@ $bin/mypy
 if [ $# -gt 0 ]; then
   status=0
   $bin/python -m pytest -m "$select" "$@" || status=$?
-  [ "$status" -ne 4 ] || echo "test.sh: pytest cannot take: $*; use --all, --gpu, or a file or flag that pytest knows" >&2
+  [ "$status" -ne 4 ] || echo "test.sh: pytest cannot take: $*; use --all, --long, --gpu, or a file or flag that pytest knows" >&2
   exit "$status"
 fi
 # Tests that promise seconds run one after the other: a neighbour on the same cores would stretch what they measure.

@@ -141,6 +141,7 @@ def test_a_framework_runs_as_it_does_without_us(
         assert ours.ring(rank).open_spans() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["inside", "around"])
 def test_the_compiler_sees_the_script_alone(tmp_path: Path, script: Callable[[str], Path], how: str) -> None:
     """The same graphs, breaks, frames and warnings, and so the same bits of every loss, with the guard on."""

@@ -146,7 +146,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage", [d if d in ("cut off", "no config") else pytest.param(d, marks=pytest.mark.slow) for d in DAMAGE]
+)
 def test_weights_that_cannot_be_used_start_no_rank(shell: Shell, whole_model: Path, damage: str) -> None:
     shutil.copytree(whole_model, shell.folder / "model")
     spoil, sentence = DAMAGE[damage]
@@ -158,6 +160,7 @@ def test_weights_that_cannot_be_used_start_no_rank(shell: Shell, whole_model: Pa
     assert not done.run_dir.exists(), "no run was begun"
 
 
+@pytest.mark.slow
 def test_weights_that_are_whole_are_trained(shell: Shell, whole_model: Path) -> None:
     shutil.copytree(whole_model, shell.folder / "model")
     done = shell.train("--nproc", "2", "--max-steps", "1", *PRETRAINED)
@@ -186,6 +189,7 @@ TOO_SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", TOO_SMALL)
 def test_what_is_too_small_starts_no_rank(shell: Shell, what: str) -> None:
     (shell.folder / "small.txt").write_text("".join(f"line {n} of a short file\n" for n in range(60)))
@@ -197,6 +201,7 @@ def test_what_is_too_small_starts_no_rank(shell: Shell, what: str) -> None:
     assert (verdict["outcome"], verdict["exit_code"]) == ("failed", 2)
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_say_the_same_sentence(shell: Shell, whole_model: Path) -> None:
     shutil.copytree(whole_model, shell.folder / "model")
     (shell.folder / "model" / SHARD).unlink()

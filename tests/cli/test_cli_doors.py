@@ -43,6 +43,7 @@ def test_a_door_finds_the_installed_packages_from_a_fresh_shell(shell: Shell, tm
     assert lost.code == 1 and "bash run.sh --debug" in lost.err and "Traceback" not in lost.err
 
 
+@pytest.mark.slow
 def test_the_launch_module_of_torch_makes_ranks_of_run_6_test(shell: Shell) -> None:
     done = shell.run(
         *(str(BIN / "python"), "-m", "torch.distributed.launch", "--nproc_per_node=2", "--standalone"),
@@ -64,6 +65,7 @@ def test_a_file_that_has_become_a_preset_is_named(shell: Shell) -> None:
     assert done.code == 2 and "did you mean --preset stable?" in done.err
 
 
+@pytest.mark.slow
 def test_torchrun_makes_ranks_of_pretrain_main(shell: Shell) -> None:
     run_dir = shell.folder / "by-torchrun"
     done = shell.run(

@@ -81,6 +81,7 @@ def run(python: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_run_names_a_fault_and_diagnose_explain_and_attach_answer(python: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = run(python, tmp_path, "run", "--nproc", "2", "--run-dir", "out", "train.py")

@@ -29,6 +29,7 @@ def run(folder: Path, script: Path, *flags: str, nproc: int = 2) -> subprocess.C
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_losses_are_nan_to_the_end_did_not_train(tmp_path):
     ended = run(tmp_path, SCRIPTS / "nan_to_the_end.py")
     assert ended.returncode == 0, ended.stderr
@@ -57,6 +58,7 @@ for step in range(10):
 """
 
 
+@pytest.mark.slow
 def test_a_crash_prints_one_traceback_without_our_frames(tmp_path):
     script = tmp_path / "deep.py"
     script.write_text(DEEP)

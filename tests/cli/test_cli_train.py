@@ -70,6 +70,7 @@ def test_two_cpu_ranks_train_and_leave_a_whole_run_directory(shell: Shell) -> No
         assert (begun["data"], begun["forward"], begun["backward"], begun["optimizer"]) == (3, 3, 3, 3)
 
 
+@pytest.mark.slow
 def test_what_every_optimizer_asks_for_is_imported_once_not_by_each_rank(shell: Shell) -> None:
     done = shell.train("--nproc", "1", "--max-steps", "1", PYTHONPROFILEIMPORTTIME="1")
     assert done.code == 0, done.err
@@ -79,6 +80,7 @@ def test_what_every_optimizer_asks_for_is_imported_once_not_by_each_rank(shell: 
     assert not dynamo.search((done.run_dir / "logs" / "rank-00000.log").read_text())
 
 
+@pytest.mark.slow
 def test_evaluation_is_in_the_metrics_of_its_step(shell: Shell) -> None:
     done = shell.train(
         "--nproc", "1", "--max-steps", "4", "--set", "training.eval_interval=2", "--set", "data.samples=2000"
@@ -89,7 +91,8 @@ def test_evaluation_is_in_the_metrics_of_its_step(shell: Shell) -> None:
     assert all(8.0 < value < 8.6 for value in with_eval.values())
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precisions_follow_fp32_on_the_cpu(shell: Shell, precision: str) -> None:
     common = ("--nproc", "1", "--max-steps", "4", "--set", "training.learning_rate=1e-3")
     lower = shell.train(*common, "--set", f"training.precision={precision}", "--set", "training.use_amp=true")
@@ -179,6 +182,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(shell: Shell) -> None:
     assert "rank 1" in out + err and "Traceback (most recent call last)" not in err
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_resume_continues_the_losses(shell: Shell) -> None:
     reference = shell.train("--nproc", "2", "--max-steps", "12", "--set", "checkpoint.interval=5")
     assert reference.code == 0, reference.err

@@ -45,7 +45,6 @@ class Fault:
     needs: Needs = ""
     cores: int | None = None  # no more than these, however many the machine has
     environment: dict[str, str] = field(default_factory=dict)
-    quick: bool = False
 
     @property
     def path(self) -> Path:
@@ -72,7 +71,6 @@ class Control:
     may_tell: frozenset[str] = frozenset()  # warnings that are correct while shown
     never_says: str = ""
     error_codes: frozenset[str] = frozenset()  # errors that are true of it
-    quick: bool = False
 
     @property
     def path(self) -> Path:
@@ -96,7 +94,7 @@ def leak(name: str, ranks: tuple[int, ...], *says: str) -> Fault:
 
 
 MISMATCHES = (
-    hang("order_mismatch", "MC201", (1,), severity="error", says=("broadcast", "all_reduce"), quick=True),
+    hang("order_mismatch", "MC201", (1,), severity="error", says=("broadcast", "all_reduce")),
     hang("order_mismatch_first_step", "MC201", (2,), nproc=3, severity="error", says=("all_gather", "all_reduce")),
     hang("order_mismatch_subgroup", "MC201", (3,), nproc=4, severity="error", says=("broadcast", "all_reduce")),
     hang("swapped_pair", "MC208", (1,), says=("all_reduce",)),
@@ -143,7 +141,7 @@ MISMATCHES = (
 )
 
 STUCK = (
-    hang("loader_stuck", "MC204", (1,), severity="warning", quick=True),
+    hang("loader_stuck", "MC204", (1,), severity="warning"),
     hang("loader_worker_stuck", "MC204", (0,), severity="warning"),
     hang("loader_iterable_stuck", "MC204", (1,), severity="warning"),
     hang("uneven_data", "MC205", (1,), severity="error", says=("barrier",)),
@@ -199,7 +197,7 @@ CRASHES = (
     hang("swallowed_by_finally", "MC302", (0,), severity="error", says=("cannot be multiplied",)),
     hang("swallowed_by_retry", "MC302", (1,), severity="error", says=("except (ValueError, OSError):",)),
     hang("swallowed_epoch", "MC302", (0,), severity="error", says=("except TypeError:",)),
-    crash("exception_ddp", "MC301", (1,), exit_code=1, says=("label 17 out of range",), quick=True),
+    crash("exception_ddp", "MC301", (1,), exit_code=1, says=("label 17 out of range",)),
     crash("exception_four_ranks", "MC301", (2,), nproc=4, exit_code=1, says=("KeyError",)),
     crash(
         "exception_in_worker",
@@ -216,7 +214,7 @@ CRASHES = (
     crash("aborted", "MC306", (0,), exit_code=134, says=("SIGABRT",)),
     crash("memory_error", "MC307", (1,), exit_code=1, says=("MemoryError",)),
     crash("bad_alloc", "MC307", (1,), exit_code=1, says=("RSS",)),
-    crash("early_exit", "MC308", (1,), quick=True),
+    crash("early_exit", "MC308", (1,)),
     crash("early_exit_hard", "MC308", (2,), nproc=3),
     crash("exit_code", "MC313", (1,), exit_code=7),
     # From inside it looks like a return: its code is known when its process has ended.
@@ -382,3 +380,37 @@ HEALTHY: tuple[Control, ...] = (
     Control("waits_for_loaders", seconds=90),
     Control("experts_by_hand"),
 )
+
+# Which part of the tests runs a case (test.sh): what is named in neither runs with --all.
+QUICK = frozenset(
+    (
+        *("port_taken", "order_mismatch", "loader_stuck", "exception_ddp", "early_exit", "nan_sample"),
+        *("checkpoint_cut_off", "data_bound", "token_without_row"),
+        *("legal_asymmetry", "retries", "scaler_skips"),
+    )
+)
+# Variants: another case with the same code runs with --all.
+LONG = frozenset(
+    (
+        *("order_mismatch_first_step", "order_mismatch_subgroup", "swapped_pair_sets", "fsdp_layers_swapped"),
+        *("dtype_mismatch_half", "shape_mismatch_reduce", "skip_async_reduce", "skip_one_broadcast"),
+        *("skip_by_early_return", "extra_reduce_in_eval", "barrier_rank0_at_end", "barrier_rank0_after_loader"),
+        *("zero_consolidate_rank0", "message_left_out", "receive_once_too_often"),
+        *("loader_iterable_stuck", "uneven_data_return", "uneven_steps", "eval_batches_differ", "gil_held_regex"),
+        *("lock_taken_twice", "livelock_polling", "write_stuck_pipe", "read_stuck_fifo", "hub_stuck"),
+        *("breakpoint_left", "stuck_sleep_in_forward", "loader_worker_exits"),
+        *("swallowed_oom", "swallowed_in_loader", "swallowed_in_caller", "swallowed_by_suppress"),
+        *("swallowed_by_retry", "swallowed_epoch", "exception_four_ranks", "exception_in_backward"),
+        *("aborted", "memory_error", "early_exit_hard", "weights_cut_off"),
+        *("straggler_in_bursts", "leak_of_objects", "leak_in_attribute"),
+        *("nan_in_dataset", "root_in_loss", "nan_to_the_end", "norm_in_place", "replica_skips_average"),
+        *("loss_too_large", "trainer_log_of_zero", "loader_stuck_under_torchrun", "killed_under_torchrun"),
+        *("cache_fills_slowly", "fsdp2_under_torchrun", "builds_index", "scores_text"),
+    )
+)
+
+
+def markers_of(case: Fault | Control) -> tuple[str, ...]:
+    """The pytest markers that put a case into its part."""
+    part = () if case.name in QUICK else ("long",) if case.name in LONG else ("slow",)
+    return (*part, "gpu") if isinstance(case, Fault) and case.needs == "gpu" else part

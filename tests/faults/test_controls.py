@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from expectations import CONTROLS, HEALTHY, Control
+from expectations import CONTROLS, HEALTHY, Control, markers_of
 from faultrun import observe_control
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(
-    "control", [pytest.param(c, id=c.name, marks=[] if c.quick else [pytest.mark.slow]) for c in HEALTHY]
+    "control", [pytest.param(c, id=c.name, marks=[getattr(pytest.mark, m) for m in markers_of(c)]) for c in HEALTHY]
 )
 def test_the_healthy_script_is_left_alone(control: Control, tmp_path: Path) -> None:
     seen = observe_control(control, tmp_path)

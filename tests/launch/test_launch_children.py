@@ -105,7 +105,7 @@ def _words(tmp_path: Path, how: str, code: str) -> list[str]:
     return ["--nproc", "2", script] if how == "script" else ["--", sys.executable, "starts_ranks.py", script]
 
 
-both_ways = pytest.mark.parametrize("how", ["script", "command"])
+both_ways = pytest.mark.parametrize("how", ["script", pytest.param("command", marks=pytest.mark.slow)])
 
 
 @both_ways
@@ -117,6 +117,7 @@ def test_children_of_a_clean_rank_live_on_and_nobody_waits_for_them(
     assert [pid for rank in (0, 1) for pid in launcher.children(rank) if is_gone(pid)] == []
 
 
+@pytest.mark.slow
 def test_children_of_a_clean_trainer_rank_live_on(start_job: StartJob) -> None:
     job = start_job("leaves_children", nproc=1)
     assert job.wait() == 0
@@ -188,6 +189,7 @@ def test_a_killed_launcher_takes_its_job_along_but_not_the_children_of_a_clean_r
     assert [pid for pid in clean if is_gone(pid)] == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_a_clean_command_left_running_lives_on(tmp_path: Path, run: Callable[..., Launcher]) -> None:
     words = _words(tmp_path, "command", "import os\n" + _LEAVES + "note('up')\ntime.sleep(100)\n")
     (tmp_path / "starts_ranks.py").write_text(
@@ -224,6 +226,7 @@ def test_a_shell_that_names_the_run_directory_is_not_part_of_the_job(
         shell.wait()
 
 
+@pytest.mark.slow
 def test_a_job_inside_a_killed_job_ends_with_it(tmp_path: Path, run: Callable[..., Launcher]) -> None:
     inner = f"{BIN / 'model-check'} run --run-dir inner -- sh -c 'sleep 100 & echo $! > children-0; wait'"
     launcher = run("--", "sh", "-c", inner)
@@ -250,6 +253,7 @@ while not os.path.exists("end"):
 """
 
 
+@pytest.mark.slow
 @both_ways
 def test_orphans_of_a_job_do_not_pile_up_as_zombies(tmp_path: Path, run: Callable[..., Launcher], how: str) -> None:
     launcher = run(*_words(tmp_path, how, _ORPHANS))

@@ -141,6 +141,7 @@ def test_ranks_see_what_torchrun_would_show_them(tmp_path: Path, launch: Callabl
     assert told["[CPU0]"]["stdin"] == "from the launcher\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [("script", "2"), ("command", "env", "RANK=0", "WORLD_SIZE=1", sys.executable)])
 def test_a_job_started_by_a_rank_of_another_one_has_ranks_of_its_own(
     tmp_path: Path, launch: Callable[..., Launched], how: tuple[str, ...]
@@ -171,6 +172,7 @@ def nvmlDeviceGetComputeRunningProcesses(handle): return []
 """
 
 
+@pytest.mark.slow
 def test_a_rank_is_labelled_by_the_gpu_it_sees(tmp_path: Path, launch: Callable[..., Launched]) -> None:
     drivers = tmp_path / "drivers"
     drivers.mkdir()
@@ -260,7 +262,13 @@ def _let_go(job: Launched, ranks: int) -> None:
         (job.run_dir.root.parent / f"go-{rank}").write_text("")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)),
+    ],
+)
 def test_each_rank_of_a_script_gets_the_signal_that_we_got_once(
     tmp_path: Path, launch: Callable[..., Launched], number: int
 ) -> None:
@@ -303,7 +311,11 @@ def test_a_stopped_rank_hears_a_request_to_stop_too(tmp_path: Path, launch: Call
 
 
 @pytest.mark.parametrize(("key", "number"), [(b"\x03", signal.SIGINT), (b"\x1c", signal.SIGQUIT)], ids=["C", "quit"])
-@pytest.mark.parametrize("how", [("script", "2"), ("command", sys.executable)], ids=["script", "command"])
+@pytest.mark.parametrize(
+    "how",
+    [("script", "2"), pytest.param(("command", sys.executable), marks=pytest.mark.slow)],
+    ids=["script", "command"],
+)
 def test_a_key_at_a_terminal_reaches_each_rank_once(
     tmp_path: Path, launch: Callable[..., Launched], how: tuple[str, ...], key: bytes, number: int
 ) -> None:
@@ -322,7 +334,11 @@ def test_a_key_at_a_terminal_reaches_each_rank_once(
     assert [line.rpartition("got ")[2] for line in lines if "got " in line] == [str(int(number))] * ranks
 
 
-@pytest.mark.parametrize("how", [("script", "1"), ("command", sys.executable)], ids=["script", "command"])
+@pytest.mark.parametrize(
+    "how",
+    [("script", "1"), pytest.param(("command", sys.executable), marks=pytest.mark.slow)],
+    ids=["script", "command"],
+)
 def test_what_nohup_ignores_stays_ignored(
     tmp_path: Path, launch: Callable[..., Launched], how: tuple[str, ...]
 ) -> None:
@@ -376,7 +392,14 @@ def test_a_commands_ranks_are_found_by_their_rings_and_its_code_is_ours(
     assert sorted(result["exits"]) == [[0, 0, None], [1, 3, None]]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+    ],
+)
 def test_when_we_go_the_command_and_its_ranks_go_too(
     tmp_path: Path, launch: Callable[..., Launched], number: int, code: int
 ) -> None:
@@ -406,6 +429,7 @@ def test_a_signal_of_its_own_is_passed_on_to_the_command(
     _until(lambda: not job.marked())
 
 
+@pytest.mark.slow
 def test_a_command_that_makes_one_of_our_signal_is_still_terminated(
     tmp_path: Path, launch: Callable[..., Launched]
 ) -> None:
@@ -420,7 +444,9 @@ def test_a_command_that_makes_one_of_our_signal_is_still_terminated(
 
 
 @pytest.mark.parametrize(
-    ("number", "after_s", "code"), [(2, 0.0, 130), (15, REPEATED_WITHIN_S, 143)], ids=["SIGINT", "SIGTERM"]
+    ("number", "after_s", "code"),
+    [(2, 0.0, 130), pytest.param(15, REPEATED_WITHIN_S, 143, marks=pytest.mark.slow)],
+    ids=["SIGINT", "SIGTERM"],
 )
 def test_a_command_that_takes_its_time_is_ended_when_asked_again(
     tmp_path: Path, launch: Callable[..., Launched], number: int, after_s: float, code: int
@@ -444,6 +470,7 @@ def test_a_command_that_takes_its_time_is_ended_when_asked_again(
     assert whys == {"passed on to the command", f"{name} again"}
 
 
+@pytest.mark.slow
 def test_ranks_that_their_launcher_left_behind_are_ended(tmp_path: Path, launch: Callable[..., Launched]) -> None:
     job = launch("command", sys.executable, _write(tmp_path / "spawner.py", _SPAWNER))
     _until(lambda: len(job.events("rank_started")) == 2, 20.0)
@@ -454,7 +481,14 @@ def test_ranks_that_their_launcher_left_behind_are_ended(tmp_path: Path, launch:
 
 
 @pytest.mark.parametrize(
-    "stranger", [{"host": "elsewhere"}, {"pid_ns": "pid:[1]"}, {"boot_id": "an earlier one"}, {"start_ticks": 1}]
+    "stranger",
+    [
+        {"start_ticks": 1},
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in ({"host": "elsewhere"}, {"pid_ns": "pid:[1]"}, {"boot_id": "an earlier one"})
+        ),
+    ],
 )
 def test_a_pid_in_a_ring_is_not_killed_where_it_names_another_process(
     tmp_path: Path, launch: Callable[..., Launched], stranger: dict[str, Any]

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.parity import LAYOUTS, NORM_TOLERANCE, REFERENCE, TOLERANCE, Case, Curve, distance, train
 
 STEPS = 5
-QUICK = ("FSDP 2", "PP 2")
+QUICK = ("FSDP 2",)
 
 
 @pytest.fixture(scope="module")

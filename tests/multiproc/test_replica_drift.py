@@ -53,6 +53,7 @@ def drift(folder: Path, world: int) -> dict[str, Any]:
     return dict(drifted)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_of_two_ranks_neither_is_called_wrong(tmp_path: Path) -> None:
     found = drift(tmp_path, 2)
@@ -62,6 +63,7 @@ def test_of_two_ranks_neither_is_called_wrong(tmp_path: Path) -> None:
     assert not [line for line in found["fix"] if "named rank" in line], found["fix"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_of_three_ranks_the_odd_one_is_named(tmp_path: Path) -> None:
     found = drift(tmp_path, 3)

@@ -92,6 +92,7 @@ def test_a_changed_shape_is_named_before_any_step(copy: Shell) -> None:
     assert not (done.run_dir / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_training_on_other_data_is_not_adopted_unasked(copy: Shell) -> None:
     """Only the shapes match: it may be another experiment."""
     done = resume(copy, "--set", "data.samples=300")
@@ -137,7 +138,7 @@ def test_weights_of_the_old_world_start_a_run(copy: Shell, trained: Path) -> Non
     assert first["step"] == 0 and first["loss"] != fresh
 
 
-@pytest.mark.parametrize(("policy", "code"), [("continue", 1), ("stop", 1)])
+@pytest.mark.parametrize(("policy", "code"), [("continue", 1), pytest.param("stop", 1, marks=pytest.mark.slow)])
 def test_a_full_disk_goes_on_or_stops_as_configured(shell: Shell, policy: str, code: int) -> None:
     sets = ("--set", "checkpoint.interval=3", "--set", f"checkpoint.on_full={policy}")
     # Files may grow to 2 MB: enough for metrics and logs, too little for the state of this model.

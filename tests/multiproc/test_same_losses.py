@@ -34,16 +34,17 @@ def train(shell: Shell, ranks: int, accumulation: int, seed: int = 42) -> Outcom
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "accumulation"),
     [
         (2, 1),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        pytest.param(1, 4, marks=pytest.mark.slow),
-        pytest.param(2, 2, marks=pytest.mark.slow),
-        pytest.param(2, 4, marks=pytest.mark.slow),
-        pytest.param(4, 1, marks=pytest.mark.slow),
-        pytest.param(4, 2, marks=pytest.mark.slow),
+        (1, 2),
+        (1, 4),
+        (2, 2),
+        (2, 4),
+        (4, 1),
+        (4, 2),
     ],
 )
 def test_ranks_and_accumulation_do_not_change_the_losses(shell: Shell, ranks: int, accumulation: int) -> None:

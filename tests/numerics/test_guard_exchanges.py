@@ -110,7 +110,7 @@ def test_a_bad_sample_is_named_where_no_rank_can_replay_its_pass(run: Runner) ->
     ("way", "tensor"),
     [
         ("ddp", "gradient of 2.weight"),
-        ("fsdp", "gradients of 2"),
+        pytest.param("fsdp", "gradients of 2", marks=pytest.mark.slow),
         pytest.param("view", "gradient of 2.weight", marks=pytest.mark.slow),
         pytest.param("accumulate", "gradient of 2.weight", marks=pytest.mark.slow),
         pytest.param("manual", "gradient of 2.weight", marks=pytest.mark.slow),
