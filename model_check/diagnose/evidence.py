@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _CLOCK_SLACK_S = 0.05
 WAIT_PHASES = frozenset({"collective", "barrier", "p2p", "init", "store", "gate"})
+POLLING_PHASES = frozenset({"store", "gate"})
+NEWEST_RECORDS = 64
 P2P_OPS = frozenset({"send", "recv", "batch_p2p"})
 
 
@@ -270,14 +272,31 @@ class Evidence:
                 return outcome, code
         return None
 
+    @property
+    def quiet_after_s(self) -> float:
+        """How long a rank may leave no record: as the launcher that watches said, else as the steps suggest."""
+        said = self.stall.get("threshold_s") if self.stall is not None else None
+        return float(said) if isinstance(said, (int, float)) else self.stall_threshold_s
+
+    def is_quiet(self, rank: int) -> bool:
+        since = self.of(rank).last_progress_t
+        return since is None or self.now - since >= self.quiet_after_s
+
+    def got_further(self, rank: int) -> bool:
+        """Whether it has just recorded more than a poll: it entered a call, or came back from one."""
+        newest = (c for c in reversed(self.of(rank).crumbs[-NEWEST_RECORDS:]) if c.phase not in POLLING_PHASES)
+        last = next(newest, None)
+        return last is not None and self.now - last.time_ns / 1e9 < self.quiet_after_s
+
     @cached_property
     def stalled(self) -> bool:
         """Said by the launcher that watches; of its dead run, by the ages of the open waits.
 
-        A job that nobody watches is judged at the last look at it: by the ages of whatever its ranks were doing then.
+        The launcher says it before the rings are read: where every rank has gone on since, it will take it back. A job
+        that nobody watches is judged at the last look at it: by the ages of whatever its ranks were doing then.
         """
         if self.stall is not None:
-            return True
+            return not self.live or any(self.is_quiet(rank) for rank in self.all_ranks if self.stands(rank))
         watched = bool(self.said("job_started"))
         if self.live and watched:
             return False

@@ -18,7 +18,7 @@ from model_check.diagnose.joining import joining_findings
 from model_check.diagnose.life import sign_of_life
 from model_check.diagnose.raised import raised_at
 from model_check.diagnose.source import source_text
-from model_check.diagnose.stuck_rank import StuckRank
+from model_check.diagnose.stuck_rank import BUSY_SHARE, StuckRank
 from model_check.diagnose.waits import Wait, find_cycle, holders
 from model_check.record import Finding
 from model_check.record.stacks import Frame
@@ -85,6 +85,8 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
     if not suspects:
         suspects = _idle_alone(evidence, waits)
     if not suspects and waits:
+        if evidence.live and any(evidence.got_further(rank) or _is_starved(evidence, rank) for rank in others):
+            return []
         cycle = find_cycle(waits, firm=False)
         return [cycle_finding(evidence, cycle, waits)] if cycle else [all_wait_finding(evidence, waits)]
     return _merged([classify_stuck_rank(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
@@ -103,6 +105,12 @@ def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list
         ):
             quiet[rank.rank] = sorted(waits)
     return quiet
+
+
+def _is_starved(evidence: Evidence, number: int) -> bool:
+    """Whether it wants to compute and gets little of a core: the machine is overloaded."""
+    stuck = StuckRank(evidence, evidence.of(number))
+    return stuck.busy and (stuck.cpu_share or 0.0) < BUSY_SHARE
 
 
 def classify_stuck_rank(evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]) -> Finding:

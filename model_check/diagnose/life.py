@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from model_check.diagnose.evidence import WAIT_PHASES, ProcSample
+from model_check.diagnose.evidence import NEWEST_RECORDS, POLLING_PHASES, WAIT_PHASES, ProcSample
 from model_check.diagnose.frames import fetching_at
 from model_check.diagnose.source import Loop, enclosing_loop
 from model_check.diagnose.stuck_rank import BUSY_SHARE, POLLS_PER_S, SHARED_CORE, StuckRank
 from model_check.record.ring import Crumb
 from model_check.record.stacks import Frame, ThreadStack
-from model_check.record.stalls import STALL_FLOOR_S
 from model_check.record.values import whole
 
 _FEW_LINES = 3  # a loop that only waits is seen at no more places than this
-_NEWEST_RECORDS = 64
 _MOVED_BYTES = 1 << 20
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
@@ -29,8 +27,9 @@ def sign_of_life(s: StuckRank) -> str:
     """What shows that the rank makes progress; empty if nothing does."""
     if s.stopped:
         return ""
-    if (done := _completed(s)) is not None:
-        return f"rank {s.rank.rank} completed a {done.phase} {s.evidence.now - done.time_ns / 1e9:.1f} s ago"
+    if (newest := _newest_progress(s)) is not None:
+        did = "began" if newest.event == "begin" else "completed"
+        return f"rank {s.rank.rank} {did} its {newest.phase} {s.evidence.now - newest.time_ns / 1e9:.1f} s ago"
     recent = s.recent_samples
     moved = recent[-1].io_bytes - recent[0].io_bytes if len(recent) > 1 else 0
     if moved > _MOVED_BYTES:
@@ -45,15 +44,19 @@ def sign_of_life(s: StuckRank) -> str:
     return ""
 
 
-def _completed(s: StuckRank) -> Crumb | None:
-    """Work of its own that it completed just now, while others wait."""
+def _newest_progress(s: StuckRank) -> Crumb | None:
+    """Work of its own that it began or completed just now, or a wait that ended just now, while others wait."""
     if s.evidence.stall is None:
         return None
-    threshold = s.evidence.stall.get("threshold_s")
-    since = s.evidence.now - (float(threshold) if isinstance(threshold, (int, float)) else STALL_FLOOR_S)
-    newest = reversed(s.rank.crumbs[-_NEWEST_RECORDS:])
-    done = next((c for c in newest if c.event != "begin" and c.phase not in WAIT_PHASES), None)
-    return done if done is not None and done.time_ns / 1e9 > since else None
+    newest = next(filter(_is_progress, reversed(s.rank.crumbs[-NEWEST_RECORDS:])), None)
+    since = s.evidence.now - s.evidence.quiet_after_s
+    return newest if newest is not None and newest.time_ns / 1e9 > since else None
+
+
+def _is_progress(crumb: Crumb) -> bool:
+    if crumb.phase not in WAIT_PHASES:
+        return True
+    return crumb.phase not in POLLING_PHASES and crumb.event == "end" and not crumb.detail.startswith("raised")
 
 
 def _workers_get_on(s: StuckRank) -> str:

@@ -172,3 +172,88 @@ def test_a_rank_that_completes_forwards_is_not_named_beside_one_that_is_stuck(st
         actors[2].span("forward", 30)
     findings = stage.findings(after=0.1)
     assert [(f.code, f.ranks, f.severity) for f in findings] == [("MC204", [1], "warning"), ("MC220", [2], "info")]
+
+
+def test_a_look_at_ranks_that_have_gone_on_since_the_stall_was_said(stage):
+    """The launcher says it, takes stacks, and then reads the rings: the next step may have begun."""
+    first, last = stage.ranks(2)
+    stage.train(6)
+    stage.stall()
+    for actor in (first, last):
+        actor.t += 8.0
+        actor.step()
+    first.collective(open=True)
+    assert stage.findings(after=0.1) == []
+    assert [(f.code, f.ranks) for f in stage.findings(after=6.0)] == [("MC219", [1])]
+
+
+@pytest.mark.parametrize("phase", ["collective", "init", "p2p"])
+def test_the_last_rank_has_only_just_entered_what_all_are_in(stage, phase):
+    actors = stage.ranks(2)
+    stage.train(6)
+    for actor, waited in zip(actors, (0.0, 11.0), strict=True):
+        actor.t += waited
+        if phase == "init":
+            actor.begin("init", 40, op="new_group", detail="ranks 0,1")
+        elif phase == "p2p":
+            actor.message(("send", "recv")[actor.rank], 1 - actor.rank, open=True)
+        else:
+            actor.collective(open=True)
+    stage.say("stall", actors[0].t + 6, since_t=actors[0].t, threshold_s=5.0, waiting_s=6.0)
+    assert stage.findings(after=0.2) == []
+    assert [(f.code, f.ranks) for f in stage.findings(after=6.0)] == [("MC220", [])]
+
+
+def test_a_look_before_one_rank_has_left_a_call_and_after_another_has(stage):
+    """The rings are read one after the other: rank 0 seems to wait for nobody, rank 1 is already past the call."""
+    first, last = stage.ranks(2)
+    stage.train(6)
+    first.collective(open=True)
+    last.t += 11.0
+    last.collective()
+    stage.say("stall", first.t + 6, since_t=first.t, threshold_s=5.0, waiting_s=6.0)
+    assert stage.findings(after=0.1) == []
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "tracker"])
+def test_a_rank_that_has_just_begun_something_is_not_stuck_in_it(stage, phase):
+    """Two ranks wait for the third since long ago. It was busy elsewhere, and enters what it may be stuck in next."""
+    *_, guilty = held_up(stage, 3, guilty=2)[0]
+    guilty.t += 11.0
+    guilty.begin(phase, 20)
+    assert stage.first(after=0.2).severity == "info"
+    assert stage.first(after=6.0).severity == "warning"
+
+
+def test_a_rank_that_has_just_come_back_from_a_subgroup_is_not_stuck(stage):
+    waiting, peer, guilty = stage.ranks(3)
+    stage.train(6)
+    waiting.collective(open=True)
+    stage.stall()
+    for actor in (peer, guilty):
+        actor.t += 11.0
+        actor.collective(group="ranks 1,2", line=41)
+    peer.collective(open=True)
+    assert stage.first(after=0.2).severity == "info"
+    assert [(f.code, f.ranks, f.severity) for f in stage.findings(after=6.0)] == [("MC219", [2], "warning")]
+
+
+def test_a_poll_of_the_store_is_no_progress(stage):
+    waiting, guilty = stage.ranks(2)
+    stage.train(6)
+    waiting.collective(open=True)
+    stage.stall()
+    for _ in range(30):
+        guilty.span("store", 25, 0.3)
+    assert [(f.ranks, f.severity) for f in stage.findings(after=0.1)] == [([1], "warning")]
+
+
+@pytest.mark.parametrize(("state", "cpu", "codes"), [("R", 0.2, []), ("R", 1.0, ["MC220"]), ("S", 0.0, ["MC220"])])
+def test_ranks_of_an_overloaded_machine_that_get_no_core_do_not_hang_in_a_call(stage, state, cpu, codes):
+    """A rank that spins in a call, as NCCL does, has a core of its own; one that shares its core may be slow."""
+    for actor in stage.ranks(2):
+        actor.collective(open=True)
+    stage.stall()
+    for actor in stage.actors:
+        look(actor, ("", 40, "train"), state=state, cpu=cpu)
+    assert [finding.code for finding in stage.findings()] == codes
