@@ -245,7 +245,10 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("size", "when"), [(1, "before"), (1, "after"), (4, "after")])
+@pytest.mark.parametrize(
+    ("size", "when"),
+    [pytest.param(1, "before", marks=pytest.mark.slow), (1, "after"), pytest.param(4, "after", marks=pytest.mark.slow)],
+)
 def test_a_helper_with_a_process_group_of_its_own_is_no_rank(
     script: Callable[[str, str], Path], run: Runner, size: int, when: str
 ) -> None:
