@@ -305,6 +305,7 @@ assert all(bool((last[f"layer{i}.weight"] == i).all()) for i in range(tensors))
 """
 
 
+@pytest.mark.slow
 def test_converting_128_mib_grows_by_a_few_tensors_only(tmp_path: Path) -> None:
     # Freed memory goes back at once: what malloc likes to keep for later is not what converting needs.
     returned = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}

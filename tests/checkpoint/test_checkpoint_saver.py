@@ -249,7 +249,7 @@ print(json.dumps([first.error is None, second.error.code, second.error.message])
 """
 
 
-@pytest.mark.parametrize("mode", ["background", "foreground"])
+@pytest.mark.parametrize("mode", ["background", pytest.param("foreground", marks=pytest.mark.slow)])
 def test_a_full_disk_says_needed_and_free_and_leaves_the_last_checkpoint_whole(tmp_path: Path, mode: str) -> None:
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path), mode], capture_output=True, text=True, check=True)
     whole, code, message = json.loads(done.stdout)

@@ -170,7 +170,8 @@ def test_the_command_runs(command: Typed, folder: Path) -> None:
 def test_the_examples_in_python_run(tmp_path: Path) -> None:
     observed, trained = [body for language, body in _FENCE.findall(TEXT) if language == "python"]
     for program in (observed, trained):
-        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        python = [sys.executable, "-c", program]
+        done = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "1" / "events").is_dir()
     assert float(done.stdout.splitlines()[-1]) > 0

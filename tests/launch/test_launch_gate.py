@@ -206,6 +206,7 @@ dist.all_reduce(total)
 """
 
 
+@pytest.mark.slow
 def test_a_foreign_script_imports_in_turn_and_the_gate_is_not_held_while_it_joins(shell: Shell) -> None:
     """The package joins the process group in the middle of its import: a gate held there would never open."""
     package = shell.folder / "peft"

@@ -67,6 +67,7 @@ def run(folder: Path, source: str, *words: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("3", 3), ("kill", 128 + signal.SIGKILL)])
 def test_a_command_that_is_a_rank_itself_keeps_its_exit_code(tmp_path: Path, how: str, code: int) -> None:
     (tmp_path / "end").touch()
@@ -75,6 +76,7 @@ def test_a_command_that_is_a_rank_itself_keeps_its_exit_code(tmp_path: Path, how
     assert (done.returncode, verdict["exit_code"], verdict["outcome"]) == (code, code, "failed"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_ends_as_ever_after_its_guard_was_killed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RANK)
     command = [sys.executable, "-m", "model_check", "run", "--run-dir", "out", "--", sys.executable, "script.py", "0"]
@@ -95,12 +97,14 @@ def test_a_command_ends_as_ever_after_its_guard_was_killed(tmp_path: Path) -> No
     assert json.loads((tmp_path / "out" / "verdict.json").read_text())["outcome"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_any_object(tmp_path: Path) -> None:
     done = run(tmp_path, ODD_BATCHES, "script.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split("] ")[-1] for line in done.stdout.splitlines()] == ["Attention"] * 2 + ["Lazy"] * 2
 
 
+@pytest.mark.slow
 def test_groups_that_were_left_do_not_pile_up(tmp_path: Path) -> None:
     done = run(tmp_path, GROUPS, "script.py")
     assert done.returncode == 0, done.stdout + done.stderr

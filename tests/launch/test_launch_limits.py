@@ -154,13 +154,14 @@ def test_a_gpu_rank_over_its_limit_ends_the_job_by_name(shell: Shell) -> None:
     assert any(line.endswith("of host memory; launch.memory_limit_gb=0.1") for line in finding["evidence"])
 
 
+@pytest.mark.slow
 def test_a_rank_over_its_address_space_is_named_with_the_line(shell: Shell) -> None:
     (shell.folder / "script.py").write_text("small = bytearray(10)\nlarge = bytearray(5_000_000_000)\n")
     done = shell.model_check("run", "--memory-limit-gb", "2", "--run-dir", "out", "script.py")
     assert done.code == 1
     finding = json.loads((shell.folder / "out" / "verdict.json").read_text())["findings"][0]
     assert (finding["code"], finding["ranks"], finding["location"]) == ("MC307", [0], "script.py:2")
-    assert "observed: launch.memory_limit_gb=2.0 is the address space of each rank" in finding["evidence"]
+    assert "observed: --memory-limit-gb=2.0 is the address space of each rank" in finding["evidence"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def _run(tmp_path: Path, stderr: Any) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=stderr, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("reader", ["gone", "stalled"])
+@pytest.mark.parametrize("reader", ["gone", pytest.param("stalled", marks=pytest.mark.slow)])
 def test_a_reader_that_is_gone_or_stalled_changes_nothing(tmp_path: Path, reader: str) -> None:
     read, write = os.pipe()
     if reader == "gone":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from model_check.record import RunDir, Verdict
 from model_check.supervise.supervisor import Supervisor
 from tests.conftest import Shell
@@ -24,6 +26,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_a_verdict_that_cannot_be_written_is_said_and_the_job_goes_on(shell: Shell) -> None:
     (shell.folder / "train.py").write_text(SCRIPT)
     done = shell.model_check("run", "--nproc", "2", "--run-dir", "run", "train.py", "run")

@@ -65,6 +65,7 @@ def _diagnose(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_diagnose_of_a_run_that_goes_on_and_of_one_whose_launcher_was_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,9 +181,8 @@ def test_selective_recomputation_repeats_few_products() -> None:
     assert full > selective
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("none", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.slow), "selective"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_compiled_blocks_of_slices_have_every_gradient(mode: Any) -> None:
     """The embedding's comes through a sum over the slices, which a compiled block must not be handed unfinished."""
 

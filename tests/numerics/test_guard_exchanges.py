@@ -298,21 +298,20 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "kind", "tensor"),
     [
         ("norm", "backward of activation", "gradient of 3.bias"),
-        pytest.param("norm", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
-        pytest.param(
-            "hooks", "backward of weight", "gradients of reduction 4, counted from the loss,", marks=pytest.mark.slow
-        ),
-        pytest.param("metric", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
-        pytest.param("twice", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
-        pytest.param("closure", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
-        pytest.param("views", "backward of weight", "gradients of 1", marks=pytest.mark.slow),
-        pytest.param("alone", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
-        pytest.param("gathered", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
-        pytest.param("hooked", "backward of weight", "gradient of 3.weight", marks=pytest.mark.slow),
+        ("norm", "backward of weight", "gradient of 3.weight"),
+        ("hooks", "backward of weight", "gradients of reduction 4, counted from the loss,"),
+        ("metric", "backward of weight", "gradient of 3.weight"),
+        ("twice", "backward of weight", "gradient of 3.weight"),
+        ("closure", "backward of weight", "gradient of 3.weight"),
+        ("views", "backward of weight", "gradients of 1"),
+        ("alone", "backward of weight", "gradient of 3.weight"),
+        ("gathered", "backward of weight", "gradient of 3.weight"),
+        ("hooked", "backward of weight", "gradient of 3.weight"),
     ],
 )
 def test_one_rank_is_named_however_its_number_comes_back_to_the_others(
