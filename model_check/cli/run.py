@@ -25,6 +25,7 @@ from model_check.record.verdict import Outcome
 from model_check.supervise.supervisor import Limits, Supervisor
 
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "mpiexec", "srun"})
+Start = Literal["cold", "gate"]
 Enter = Callable[[Job], tuple[RunDir, Claim]]  # `enter` with the run directory's flags filled in
 _OWN_LAUNCHER_S = 10.0  # what torchrun and its like get to end a crashed job in their own way
 
@@ -83,40 +84,49 @@ def run(
     if not words:
         raise UsageError("run needs a script", remedy="model-check run --nproc 2 train.py, or run -- COMMAND")
     own_launcher = _after_double_dash(words)
-    if own_launcher and (nproc is not None or module):
-        raise UsageError(
-            "--nproc and -m do not go with a command after --, which starts its own ranks",
-            remedy="give the number of ranks to that command",
-        )
+    if own_launcher:
+        _refuse_flags_of_a_script(ranks=nproc is not None or module, memory_limit=memory_limit_gb is not None)
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
-    mode = _guard_mode(guard)
-    if start not in ("cold", "gate"):
-        raise UsageError(f"--start {start} is not a way to start a script", remedy="use --start cold or --start gate")
-    if own_launcher and memory_limit_gb is not None:
-        raise UsageError(
-            "--memory-limit-gb does not go with a command after --, which starts its own ranks",
-            remedy="run the script itself: model-check run --nproc 2 train.py",
-        )
     if memory_limit_gb == math.inf:
         raise UsageError("--memory-limit-gb inf is no limit", remedy="leave the flag out")
+    mode, way = _guard_mode(guard), _way_to_start(start)
     if low_memory:
         use_less_memory()
     enter_dir = partial(enter, run_dir, mode=read_mode(run_dir_mode))
     limits = Limits(kill_after_s=hang_kill_after_s, io_kill_after_s=io_kill_after_s)
     if own_launcher:
-        return _run_command(words, enter_dir, limits, stop_grace, mode, gated=start == "gate")
+        return _run_command(words, enter_dir, limits, stop_grace, mode, gated=way == "gate")
     if not module:
         _refuse_a_launcher(words)
     script = ForeignScript(words[0], tuple(words[1:]), module)
-    way: Literal["cold", "gate"] = "gate" if start == "gate" else "cold"
     return _run_script(script, nproc or 1, enter_dir, limits, stop_grace, mode, way, memory_limit_gb)
+
+
+def _refuse_flags_of_a_script(*, ranks: bool, memory_limit: bool) -> None:
+    if ranks:
+        raise UsageError(
+            "--nproc and -m do not go with a command after --, which starts its own ranks",
+            remedy="give the number of ranks to that command",
+        )
+    if memory_limit:
+        raise UsageError(
+            "--memory-limit-gb does not go with a command after --, which starts its own ranks",
+            remedy="run the script itself: model-check run --nproc 2 train.py",
+        )
 
 
 def _after_double_dash(words: list[str]) -> bool:
     """The parser swallows the `--`; as typed it stands right before the first word that is not ours."""
     typed = sys.argv[1:]
     return len(typed) > len(words) and typed[-len(words) - 1] == "--"
+
+
+def _way_to_start(said: str) -> Start:
+    for way in get_args(Start):
+        if said == way:
+            return way
+    raise UsageError(f"--start {said} is not a way to start a script", remedy="use --start cold or --start gate")
 
 
 def _guard_mode(said: str) -> GuardMode:
@@ -133,7 +143,7 @@ def _run_script(
     limits: Limits,
     stop_grace_s: float,
     guard: GuardMode,
-    start: Literal["cold", "gate"],
+    start: Start,
     memory_limit_gb: float | None,
 ) -> int:
     from model_check.cli.supervision import supervisor_for

@@ -89,30 +89,28 @@ def train(
         use_less_memory()
     _check_resume(resume)
     mode = read_mode(run_dir_mode)
-    visible = [] if resolved.system.device == "cpu" else list_gpus()
-    if resolved.system.device == "cuda" and not visible:
-        raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
-    launched_by = foreign_launcher(os.environ)
+    visible = _visible_gpus(resolved)
     enter_dir = partial(enter, force=force, mode=mode)
-    if launched_by and not dry_run:
+    if foreign_launcher(os.environ) and not dry_run:
         return _one_rank_of(resolved, visible, run_dir, resume, enter_dir, force=force, verbose_init=verbose_init)
     chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
     if nnodes > 1 and rdzv_endpoint is None:
         raise UsageError(f"--nnodes {nnodes} needs a place to meet", remedy="add --rdzv-endpoint HOST:PORT of one host")
     _check(resolved, ranks * nnodes)
-    fitted = fit_to_gpus(resolved, chosen, world_size=ranks * nnodes, ranks_per_host=ranks, force=force, say=_to_stderr)
+    sizes = {"world_size": ranks * nnodes, "ranks_per_host": ranks}
+    fitted = fit_to_gpus(resolved, chosen, **sizes, force=force, say=_to_stderr)
     if dry_run:
         typer.echo(json.dumps(to_jsonable(fitted.config), indent=2))
         return 0
-    check_host_memory(
-        fitted.config,
-        on_gpu=bool(chosen),
-        world_size=ranks * nnodes,
-        ranks_per_host=ranks,
-        force=force,
-        say=_to_stderr,
-    )
+    check_host_memory(fitted.config, on_gpu=bool(chosen), **sizes, force=force, say=_to_stderr)
     return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, partial(enter_dir, run_dir), resume, verbose_init)
+
+
+def _visible_gpus(config: Config) -> list[Gpu]:
+    visible = [] if config.system.device == "cpu" else list_gpus()
+    if config.system.device == "cuda" and not visible:
+        raise UsageError("system.device is cuda and this machine shows no GPU", remedy="set system.device=auto or cpu")
+    return visible
 
 
 def _placement(

@@ -13,6 +13,7 @@ from model_check.doctor.check import Check, failed, passed, warned
 from model_check.doctor.settings import Settings
 from model_check.errors import UsageError
 from model_check.record.rank_context import DEFAULT_MASTER_PORT, RankContext, foreign_launcher
+from model_check.supervise.processes import port_holder
 
 LOOPBACK = "loopback"
 _BYTES = b"model-check"
@@ -145,13 +146,10 @@ def _holder(port: int) -> str | None:
             pass
         else:
             return None
-    with contextlib.suppress(psutil.Error):
-        for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-                if connection.pid is None:
-                    break
-                return f"pid {connection.pid} ({psutil.Process(connection.pid).name()})"
-    return "another process"
+    holder = port_holder(port)
+    if holder is None or not holder.pid:
+        return "another process"
+    return f"pid {holder.pid} ({''.join(holder.command[:1])})"
 
 
 def _dynamic_ports() -> tuple[int, int]:

@@ -14,9 +14,11 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+
+import psutil
 
 from model_check.errors import LaunchError
+from model_check.supervise import processes
 from model_check.supervise.hooks import EndJob, Hooks, JobView
 
 GB = 10**9
@@ -72,7 +74,7 @@ def limit_address_space(limit_gb: float) -> None:
 
 
 def _mapped_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return int(psutil.Process().memory_info().vms)
 
 
 @dataclass
@@ -108,9 +110,5 @@ class ResidentWatch:
 
 def held_bytes(pid: int) -> int:
     """What the process keeps in memory that no file can bring back: its own pages and shared ones."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0  # it ended meanwhile
-    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    sizes = processes.status_of(pid)
     return sum(int(sizes.get(name, "0 kB").split()[0]) << 10 for name in ("RssAnon", "RssShmem"))

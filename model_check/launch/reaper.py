@@ -20,6 +20,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
+import psutil
+
 from model_check.blackbox.box import RANK_PID_VARIABLE
 from model_check.record import RunDir, read_jsonl
 from model_check.record.rank_exits import CLEAN_CODES, RANK_EXITED
@@ -45,7 +47,7 @@ class JobMark:
         """Every live process of the job, with its environment."""
         return {
             pid: environment
-            for pid in processes.all_pids()
+            for pid in psutil.pids()
             if self.number in (environment := processes.environment_of(pid)).get(JOB_VARIABLE, "").split("/")
             and processes.is_alive(pid)
         }

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from model_check.errors import UsageError
 from model_check.supervise import processes
 from model_check.supervise.stacks import py_spy_dump
@@ -55,7 +57,7 @@ def find_jobs(pids: Iterable[int] | None = None) -> list[FoundJob]:
     Loader workers and other children inherit a rank's environment: the rank is the one whose parent is not in it.
     """
     identities: dict[int, tuple[int, int, tuple[str, ...]]] = {}
-    for pid in processes.all_pids() if pids is None else pids:
+    for pid in psutil.pids() if pids is None else pids:
         identity = _identity(processes.environment_of(pid))
         if identity is not None and processes.is_alive(pid):
             identities[pid] = identity
