@@ -105,7 +105,7 @@ def test_a_rank_that_is_stuck_is_named_while_it_hangs_and_after_the_job_was_ende
     path = script(tmp_path)
     stuck = [("MC212", [1], at(path, "STUCK"))]
     with torchrun(path, "hang") as job:
-        verdict = first_verdict(tmp_path / "run", job)
+        verdict = when_it_hangs(tmp_path / "run", job)
         assert (named(verdict), verdict.outcome, verdict.findings[0].victims) == (stuck, "running", [0])
         picture = attach(job.pid)
         assert "rank 1 is what the others wait for" in picture
@@ -114,11 +114,12 @@ def test_a_rank_that_is_stuck_is_named_while_it_hangs_and_after_the_job_was_ende
     assert named(model_check.diagnose(tmp_path / "run")) == stuck
 
 
-def first_verdict(run_dir: Path, job: subprocess.Popen[str]) -> Verdict:
-    """Asks until there is something to say: a rank is called stuck only after some seconds."""
+def when_it_hangs(run_dir: Path, job: subprocess.Popen[str]) -> Verdict:
+    """Asks until a hang is named, after some seconds. Until then a busy machine may show a slow rank (MC701)."""
     deadline = time.monotonic() + 240
     while job.poll() is None and time.monotonic() < deadline:
-        if run_dir.is_dir() and (verdict := model_check.diagnose(run_dir)).findings:
+        verdict = model_check.diagnose(run_dir) if (run_dir / "blackbox").is_dir() else Verdict()
+        if any(finding.code.startswith("MC2") for finding in verdict.findings):
             return verdict
         time.sleep(0.2)
     raise AssertionError(f"nothing was found; the job's exit code is {job.poll()}")
