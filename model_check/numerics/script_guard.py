@@ -101,7 +101,7 @@ class Guard:
         self._norms = TakenNorms()  # by the script itself, of the gradients there are
         self._reports = 0
         self._late: weakref.WeakKeyDictionary[Any, _Late] = weakref.WeakKeyDictionary()
-        self._own = OwnGradients(every_step=self._reads_all)
+        self._own = OwnGradients(in_turns=() if self._reads_all else ("cuda",))
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._probed: weakref.WeakKeyDictionary[Any, Probed] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
@@ -531,7 +531,7 @@ class Guard:
         """The report; None where this rank is not to blame."""
         self._reports += 1
         self._untold = None
-        report = report_of(hit, self.history, rate=self._rate, eps=self._eps, all_read=self._reads_all)
+        report = report_of(hit, self.history, rate=self._rate, eps=self._eps, all_read=not self._own.left_out)
         if report is None:
             BOX.event("nonfinite_received", step=step, action=action, **hit.received)
         else:
