@@ -333,6 +333,13 @@ def test_what_is_not_read_in_a_step_is_seen_by_the_norm_that_a_script_clips_by_a
         assert (events[0]["tensor"], events[0]["action"]) == ("gradient of weight", "observe")
 
 
+@pytest.mark.parametrize(("mode", "in_turns"), [("observe", ("cuda",)), ("full", ()), ("halt", ())])
+def test_only_the_default_lets_the_gradients_of_a_gpu_take_turns(
+    watched: Callable[..., Script], mode: str, in_turns: tuple[str, ...]
+) -> None:
+    assert watched(Alone(), mode).guard._own.in_turns == in_turns
+
+
 @pytest.mark.parametrize(
     ("mode", "in_turns", "why"),
     [
@@ -405,7 +412,7 @@ def test_the_replay_leaves_no_trace_in_the_script(watched: Callable[..., Script]
         torch.manual_seed(7)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         run.model, run.optimizer = model, optimizer
-        run.guard.mode = mode if looked_at else "off"  # type: ignore[assignment]
+        run.guard.reports.mode = mode if looked_at else "off"  # type: ignore[assignment]
         for number in range(6):
             x = torch.randn(4, 6)
             x[2, 2] = math.nan if number == 4 else 0.0
@@ -454,7 +461,7 @@ def test_the_norm_of_a_loss_that_spoils_nothing_is_that_of_all_gradients(watched
         return loss + math.inf
 
     script.step(x, no_pull)
-    script.guard.flush()
+    script.guard.reports.flush()
     (event,) = script.events("nonfinite")
     assert event["spoils"] is False
     assert event["grad_norm"] == pytest.approx(taken[0], rel=1e-5)
