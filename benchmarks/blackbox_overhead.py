@@ -69,9 +69,6 @@ class Measured:
     turns: list[dict[str, tuple[float, float]]]
     records_per_step: float
     parameters: int
-    # Shares of the steps. "1": all gradients were read, "8": every 8th group of them, "8 in turns": of some buckets,
-    # "0": nothing.
-    looked_at: dict[str, float]
     hooks_us: dict[str, float]
 
     def ratios(self, level: str, against: str, *, cpu: bool = False) -> list[float]:
@@ -162,7 +159,6 @@ def _result(shape: Shape, seen: Measured) -> dict[str, object]:
         "parameters": seen.parameters,
         "step_ms": {level: seen.step_ms(level) for level in (WITHOUT, BOX, GUARD)},
         "ratios": ratios,
-        "looked_at": seen.looked_at,
         "hooks_us": seen.hooks_us,
         "records_per_step": seen.records_per_step,
         "record_us": record_cost_us(),
@@ -189,10 +185,6 @@ def main() -> None:
     )
     for name, levels in (("black box", (BOX, WITHOUT)), ("guard", (GUARD, BOX)), ("both", (GUARD, WITHOUT))):
         print(f"{name:10s} wall {_spread(seen.ratios(*levels))}   CPU time {_spread(seen.ratios(*levels, cpu=True))}")
-    for part, share in sorted(seen.looked_at.items()):
-        of, *in_turns = part.split(maxsplit=1)
-        what = {"0": "no gradients", "1": "all gradients"}.get(of, f"one of {of} groups of gradients")
-        print(f"{share:6.1%} of the steps: {what} read{', of some of the buckets' if in_turns else ''}")
     print(f"{seen.records_per_step:.0f} records a step, {result['record_us']:.2f} us each")
     for hook, microseconds in seen.hooks_us.items():
         print(f"  {hook:32s} {microseconds:6.1f} us")

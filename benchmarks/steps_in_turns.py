@@ -11,7 +11,6 @@ import inspect
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from model_check.blackbox import native_collectives, step_phases
 from model_check.blackbox.box import BOX
 from model_check.blackbox.current_phase import HERE
-from model_check.numerics.budget import Budget, Choice
-from model_check.numerics.step_watchers import _Watching, of_this_thread
+from model_check.numerics.step_watchers import _Watching
 
 HEAD = 128
 VOCABULARY = 32_000
@@ -89,7 +87,6 @@ class Switch:
         self._wrapped = [(owner, name, getattr(owner, name)) for owner, name in wrapped]
         tables = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
         self._hooks = [(hooks, key, hook) for hooks in tables for key, hook in hooks.items()]
-        self.budget = of_this_thread().guard._own._account.budget
 
     def to(self, level: str) -> None:
         on = level != "without"
@@ -103,25 +100,10 @@ class Switch:
         _Watching.on = level == "guard"
         if level == "guard" and step_phases._watchers() is not None:
             native_collectives.tell_of_exchanges(step_phases._exchange_begins)
-        self.budget._since = time.perf_counter()  # nothing is earned while it is off
 
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-def counted_parts(budget: Budget) -> Counter[str]:
-    """How often which part of a step's gradients is looked at from now on."""
-    counted: Counter[str] = Counter()
-    decide = budget.part_of_a_step
-
-    def part_of_a_step(price: Callable[[Choice], float]) -> Choice:
-        choice = decide(price)
-        counted[f"{choice.of}{' in turns' * choice.in_turns}"] += 1
-        return choice
-
-    budget.part_of_a_step = part_of_a_step  # type: ignore[method-assign]
-    return counted
 
 
 def settle() -> None:
@@ -205,7 +187,7 @@ def main() -> None:
     switch = Switch()
 
     def block() -> tuple[float, float]:
-        # The mean: where looking at all gradients is dear, it is done in some of the steps.
+        # The mean: which gradients are read, and what that costs, changes from step to step.
         start = start_cpu = 0.0
         for number, (x,) in enumerate(DataLoader(data, batch_size=batch)):
             if number == dropped:
@@ -224,8 +206,6 @@ def main() -> None:
     first = switch.recorder.point("step") if switch.recorder is not None else 0
     block()
     records = (switch.recorder.point("step") - first - 1) / (steps + dropped) if switch.recorder is not None else 0
-    switch.budget._left_s = 0.0  # what is advanced for the first steps of a run has been spent
-    parts = counted_parts(switch.budget)
     levels = ["without", "box", "guard"]
     turns = []
     for number in range(rounds):
@@ -239,8 +219,6 @@ def main() -> None:
         "turns": turns,
         "records_per_step": records,
         "parameters": sum(p.numel() for p in net.parameters()),
-        # In full the budget is never asked.
-        "looked_at": {part: number / parts.total() for part, number in parts.items()} or {"1": 1.0},
         "hooks_us": hooks_one_by_one(switch, device),
     }
     print(json.dumps(told))

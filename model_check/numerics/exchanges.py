@@ -9,14 +9,13 @@ Activations are reduced too, in both passes, by tensor parallelism and by batch 
 number comes back to all of them, and from then on each brings bad gradients. So what goes into those is looked at as
 well, and the number of the first bad one is kept: whoever has the lowest was first.
 
-How much of the gradients is read in a step, all or parts of them, is a question of the budget.
+On the CPU all gradients are read in every step, on a GPU in turns (rotation), or all of them with `--guard full`.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -27,10 +26,10 @@ import torch
 from model_check.blackbox.device_numbers import Reading, capturing, gradient_of, local, norms_of
 from model_check.blackbox.native_collectives import Exchange
 from model_check.numerics.blame import Brought, peers_met
-from model_check.numerics.budget import ALL, Account, Amount, Part
 from model_check.numerics.comm_hooks import bucket_of_hook
 from model_check.numerics.finite import LocalCheck
 from model_check.numerics.ranges import checkable, is_finite
+from model_check.numerics.rotation import Turn
 
 _FRAMES_UP = 16
 _STEPS_SEARCHED = 3
@@ -108,7 +107,7 @@ class _Pieces:
     looked_at: dict[torch.device, list[Piece]] = field(default_factory=dict)
     numbers: int = 0  # of gradients, that were read
     in_full: bool = True  # none was left out, or read in part
-    amount: Amount = field(default_factory=Amount)
+    buckets: int = 0  # whether or not they were read
     exchanges: int = 0  # whether or not they were looked at
     mixed_at: int = 0  # the first of them whose result went on through a pass; 0: none
     seen: set[int] = field(default_factory=set)  # parameters whose gradients have been
@@ -118,39 +117,32 @@ class _Pieces:
 class OwnGradients:
     """Looks at the gradients of one process, step by step."""
 
-    def __init__(self, *, every_step: bool) -> None:
-        self._every_step = every_step
-        self._account = Account()
+    def __init__(self, *, in_turns: Container[str]) -> None:
+        self.in_turns = in_turns  # kinds of devices whose gradients are not all read in every step
+        self.left_out = False  # something of a step has been
+        self._turn = Turn()
         self._checks: dict[torch.device, LocalCheck] = {}
         self._names: dict[int, str] = {}
         self._buckets: dict[tuple[int, int], str] = {}
-        self._steps_looked = 0
         self._shapes: set[tuple[int, ...]] = set()
         self._usual: set[int] = set()  # exchanges of a pass that bring NaN in good health too, a metric of nothing
         self._in_shards: set[int] = set()  # parameters that show only this rank's part of them
-        self._decided: Part | None = None
         self._pieces = _Pieces()
+        self._computed = False
         self._has_peers = False
         self.forget()
 
     def forget(self) -> None:
         """A new step begins."""
-        self._account.step_ended(self._pieces.amount)
-        self._steps_looked += bool(self._pieces.numbers)
-        self._decided = None
+        if self._computed:
+            self._turn = Turn(self._turn.step + 1, self._pieces.buckets)
+        self.left_out = self.left_out or not self._pieces.in_full
         self._pieces = _Pieces()
         self._looked: Looked | None = None
         self._earlier: Looked | None = None
         self._computed = False
         self._sought = False
         self._exchanged = False
-
-    @property
-    def _part(self) -> Part:
-        """What is read of this step's gradients; decided once."""
-        if self._decided is None:
-            self._decided = ALL if self._every_step else self._account.part_of_a_step()
-        return self._decided
 
     def learn_names(self, module: Any) -> None:
         """What its parameters are called and look like; the first time that a module is seen."""
@@ -207,14 +199,14 @@ class OwnGradients:
         self._exchanged = self._exchanged or bool(gradients) or not given
         self._meets_peers()
         for tensor in self._readable(gradients):
-            pieces.amount.add(tensor)
-            number = pieces.amount.buckets
-            name = unit or self._bucket_name(number - 1, tensor, modules)
-            piece = Piece(name, pieces.exchanges, _name_of(exchange.group))
-            included = self._part.includes(number)
-            pieces.in_full = pieces.in_full and included and self._part.numbers(tensor) == tensor.numel()
-            if included:
-                behind = self._look(tensor, piece, modules, overlaps=exchange.overlaps) or behind
+            pieces.buckets += 1
+            read = self._turn.of_bucket(tensor, pieces.buckets) if self._in_turns(tensor) else tensor
+            name = unit or self._bucket_name(pieces.buckets - 1, tensor, modules)
+            pieces.in_full = pieces.in_full and read is tensor
+            if read is not None:
+                piece = Piece(name, pieces.exchanges, _name_of(exchange.group))
+                pieces.numbers += read.numel()
+                behind = self._look(read, piece, modules, overlaps=exchange.overlaps) or behind
         if not gradients:
             self._look_at_activations(exchange)
         return behind
@@ -230,33 +222,38 @@ class OwnGradients:
     def _readable(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Nothing while somebody records every operation of torch's: ours would be among them."""
         plain = [t for tensor in given if (t := local(tensor)) is not None and checkable(t) and t.numel()]
-        if not plain or not self._part.of or capturing(plain[0]) or torch._C._len_torch_dispatch_stack():
+        if plain and (capturing(plain[0]) or torch._C._len_torch_dispatch_stack()):
+            self.left_out = True
             return []
         return plain
+
+    def _in_turns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type in self.in_turns
 
     def _look(
         self, tensor: torch.Tensor, piece: Piece, modules: Iterable[Any], *, overlaps: bool
     ) -> torch.cuda.Stream | None:
         """Behind the stream that is returned the tensor may be written to."""
-        # Who was first is told by the first bad exchange of each rank: a rank that overlooks one would blame a peer.
-        pieces, part = self._pieces, ALL if piece.spreads else self._part
-        looked_at = pieces.looked_at.setdefault(tensor.device, [])
+        looked_at = self._pieces.looked_at.setdefault(tensor.device, [])
         looked_at.append(piece)
-        pieces.numbers += 0 if piece.spreads else part.numbers(tensor)
         with torch.no_grad():
             if tensor.is_cpu:
-                total = self._account.look_here(tensor, part)
+                total = torch.sum(tensor, dtype=torch.float32).item()
                 if piece.spreads:
-                    pieces.bad_now += [piece] * math.isnan(total)  # infinity is what masks and maxima are made of
+                    self._pieces.bad_now += [piece] * math.isnan(total)  # infinity is what masks and maxima are made of
                 elif not math.isfinite(total) and not is_finite(tensor):
-                    pieces.bad_now.append(replace(piece, name=self._named_now(tensor, modules) or piece.name))
+                    bad = replace(piece, name=self._named_now(tensor, modules) or piece.name)
+                    self._pieces.bad_now.append(bad)
                 return None
             check = self._checks.get(tensor.device)
             if check is None:
                 check = self._checks[tensor.device] = LocalCheck(tensor.device)
             if len(looked_at) == 1:  # not when a step is forgotten: a forked child does that too, and has no device
                 check.begin()
-            return self._account.look(check, tensor, part, overlaps=overlaps)
+            if overlaps:
+                return check.look_beside(tensor)
+            check.look(tensor)
+            return None
 
     def _bucket_name(self, number: int, bucket: torch.Tensor, modules: Iterable[Any]) -> str:
         """Which parameters' gradients it holds: those that have one since the last, if their sizes add up to it.
@@ -265,7 +262,7 @@ class OwnGradients:
         search in the first few.
         """
         key = number, bucket.numel()
-        if self._steps_looked < _STEPS_SEARCHED:
+        if self._turn.step < _STEPS_SEARCHED:
             seen = self._pieces.seen
             new = [p for m in modules for p in m.parameters() if p.grad is not None and id(p) not in seen]
             seen.update(map(id, new))
@@ -323,7 +320,7 @@ class OwnGradients:
 
     def exchange_after_backward(self, parameters: Callable[[], Sequence[Any]]) -> None:
         """The script's own exchange begins: what it has computed is still its own."""
-        if self._computed and not self._sought and self._looked is None and self._part.of:
+        if self._computed and not self._sought and self._looked is None:
             self._sought = True  # before its first call only, also where there was nothing to be seen
             self._looked = self._look_at(parameters(), before_exchange=not self._exchanged)
         self._exchanged = self._exchanged or self._computed
@@ -350,34 +347,31 @@ class OwnGradients:
     # Where nothing was exchanged
 
     def at_the_optimizer(self, parameters: Sequence[Any]) -> Looked | None:
-        """What is known of this step's gradients; None where the budget did not cover them."""
-        if self._looked is None and self._part.of:
+        """What is known of this step's gradients; None where there are none that can be read."""
+        if self._looked is None:
             return self._look_at(parameters, before_exchange=not self._exchanged)
         return self._looked
 
     def _look_at(self, parameters: Sequence[Any], *, before_exchange: bool) -> Looked | None:
-        began, part = time.perf_counter(), self._part
         by_device: dict[torch.device, tuple[list[Piece], list[torch.Tensor]]] = {}
-        amount, in_full = Amount(buckets=1), True
+        in_full = True
         for parameter in reversed(parameters):
             gradient = gradient_of(parameter)
             if gradient is not None and gradient.numel() and checkable(gradient):
+                whole = gradient.detach()
+                read = self._turn.of_gradient(whole) if self._in_turns(whole) else whole
+                in_full = in_full and read is whole
                 pieces, gradients = by_device.setdefault(gradient.device, ([], []))
                 pieces.append(Piece(self._name(parameter)))
-                gradients.append(part.slice(gradient.detach()))
-                in_full = in_full and gradients[-1].numel() == gradient.numel()
-                amount.nbytes[gradient.device.type] += gradient.nbytes
+                gradients.append(read)
         parts, numbers = [], 0
-        self._pieces.amount = amount
         for pieces, gradients in by_device.values():
             if (norms := norms_of(gradients)) is None:
+                self.left_out = True
                 return None
             parts.append((pieces, norms))
             numbers += sum(gradient.numel() for gradient in gradients)
-        if amount.nbytes["cuda"]:
-            self._account.looked_in_slices(amount.nbytes["cuda"], part)
-        else:
-            self._account.looked_here(amount.nbytes["cpu"], part, began)
+        self._pieces.in_full = self._pieces.in_full and in_full
         looked = Looked(parts, numbers, before_exchange, in_full, mixed_at=self._pieces.mixed_at)
         return looked.with_earlier(self._earlier) if parts else None
 

@@ -21,7 +21,7 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 @dataclass(frozen=True)
 class Probed:
-    """The parameters of an optimizer whose gradients are looked at: one of the first in every step, all in turn."""
+    """The parameters of an optimizer: those of which one is looked at in every step, and all that are trained."""
 
     early: tuple[Any, ...]
     all: list[Any]

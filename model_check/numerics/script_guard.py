@@ -2,12 +2,12 @@
 
 Each rank checks its own loss when `backward` begins and its own gradients when they are about to be reduced, before any
 peer's arrive (exchanges). What comes back is probed when the optimizer is about to step: a bad gradient travels through
-every layer before the place where it arose, so one of the first parameters tells; the others take turns. The loss of a
+every layer before the place where it arose, so one of the first parameters tells. The loss of a
 GPU is copied behind its kernels and read when the optimizer is called: by then the forward is long over, so nobody
 waits. A bad gradient there is known one step later, unless the script itself waits for the device in between.
 Where a script takes the norm of its gradients, to clip them or to show it, that norm is looked at too: it has read them
-all. With `--guard full` every gradient of every step is looked at, whatever that costs; with `--guard halt` it is
-waited for too: a promise to refuse must not be a sample.
+all. On a GPU the gradients take turns (rotation), unless `--guard full` asks for all of them in every step; with
+`--guard halt` they are waited for too: a promise to refuse must not be a sample.
 
 On a hit the rank runs its own forward once more (replaying), and writes a `nonfinite` event if it is to blame. The
 script's results are never changed, unless it was started with `--guard halt`: then the step is refused.
@@ -20,8 +20,7 @@ import math
 import os
 import sys
 import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, get_args
@@ -31,32 +30,24 @@ import torch
 from model_check.blackbox.box import BOX, GUARD_VARIABLE, GuardMode
 from model_check.blackbox.device_numbers import Reading, local
 from model_check.blackbox.native_collectives import Exchange
-from model_check.errors import NumericsError
-from model_check.numerics.backward_passes import Pass, gradient_hit
-from model_check.numerics.blame import Hit, OwnShare, is_alone, report_of
+from model_check.numerics.backward_passes import LossLines, Pass, Passes, nodes_of
+from model_check.numerics.blame import Hit, OwnShare, is_alone
 from model_check.numerics.exchanges import Looked, OwnGradients
 from model_check.numerics.forward_inputs import Call, Inputs
 from model_check.numerics.graph_search import first_made
-from model_check.numerics.loss_code import NO_CODE, LossCode, bad_loss
+from model_check.numerics.guard_reports import Reports
+from model_check.numerics.loss_code import LossCode, bad_loss
 from model_check.numerics.loss_line import Place
 from model_check.numerics.probes import (
     Probed,
     all_sizes,
     given_to,
     gradients_finite,
-    learning_rate,
     size_of,
     weights_finite,
 )
 from model_check.numerics.script_norms import TakenNorms
 from model_check.numerics.script_stop import Stop, anomaly_in, devices_answer
-from model_check.numerics.step_history import History
-
-_MOST_REPORTS = 1  # once weights are not finite, every later step says the same
-_TURN_EVERY = 4
-_ENOUGH_LOOKS = 16
-_MOST_PASSES = 1024  # a script that updates its weights by itself never ends a step
-_PASSES_WITH_CODE = 64  # the newest: it keeps numbers alive
 
 
 @dataclass(frozen=True)
@@ -89,43 +80,26 @@ class Guard:
     """Follows one thread through its steps."""
 
     def __init__(self) -> None:
-        self.mode: GuardMode = _mode()
-        self.history = History()
+        self.reports = Reports(_mode())
         self._inputs = Inputs()
         self._calls_seen = 0
         self._begun: Call | None = None  # a forward that is not yet among the calls of its step
         self._failed_from = 0  # the graph's first node of the newest forward that raised
         self._learning = False  # a forward is under way whose result may be learnt from
-        self._passes: deque[Pass] = deque(maxlen=_MOST_PASSES)
-        self._scaled: Pass | None = None  # the newest whose loss a GradScaler multiplies
+        self._passes = Passes()
+        self._lines = LossLines()
         self._norms = TakenNorms()  # by the script itself, of the gradients there are
-        self._reports = 0
         self._late: weakref.WeakKeyDictionary[Any, _Late] = weakref.WeakKeyDictionary()
-        self._own = OwnGradients(every_step=self._reads_all)
+        self._own = OwnGradients(in_turns=() if self.reports.mode in ("full", "halt") else ("cuda",))
         self._named: weakref.WeakSet[Any] = weakref.WeakSet()
         self._probed: weakref.WeakKeyDictionary[Any, Probed] = weakref.WeakKeyDictionary()
         self._last_place: Place | None = None
-        self._loss_places: dict[tuple[Place, tuple[int, int, int]], Place] = {}
-        self._places: deque[Place] = deque(maxlen=_MOST_PASSES)  # of all backwards that this step's gradients come from
-        self._pass_before: Pass | None = None  # the last backward, where that is one of the passes
-        self._harmless_code: dict[Place | None, int] = {}
-        self._turn = 0
-        self._rate = math.nan
-        self._eps: float | None = None
-        self._halted = ""
-        self._halted_by: str | None = None  # the code of the cause, where this rank knows it
         self._settled = False
-        self._told_harmless = False
-        self._untold: dict[str, Any] | None = None
         self._stop: Stop | None = None
 
     @property
-    def on(self) -> bool:
-        return self.mode != "off" and self._reports < _MOST_REPORTS and BOX.recorder is not None
-
-    @property
-    def _reads_all(self) -> bool:
-        return self.mode in ("full", "halt")
+    def _waits(self) -> bool:
+        return self.reports.mode == "halt"
 
     # What the script does
 
@@ -136,7 +110,7 @@ class Guard:
         self._stop = None  # somebody has caught it
         if self._settled:
             self._let_go()
-        self._begun = call = self._inputs.begins(module, args, kwargs) if self.on else None
+        self._begun = call = self._inputs.begins(module, args, kwargs) if self.reports.on else None
         self._learning = call is not None
         if call is not None:
             call.wrapper = wrapper
@@ -161,88 +135,79 @@ class Guard:
         `skipping`: that scaler has left the step before out.
         """
         self._catch_up()
-        if not self.on:
+        if not self.reports.on:
             return
         self._own.backward_begins(p for probed in self._probed.values() for p in probed.all)
         calls = self._inputs.calls[self._calls_seen :]
         self._calls_seen = len(self._inputs.calls)
-        self._last_place = self._place_of_loss(Place.of(sys._getframe(1)), calls)
+        self._last_place = self._lines.place(Place.of(sys._getframe(1)), calls)
         self._look_behind_the_last_pass()
-        if self._passes and self._passes[-1].gradients_are_gone():
-            self._passes.clear()  # the script threw their gradients away
-            self._places.clear()
+        if (last := self._passes.last) is not None and last.gradients_are_gone():
+            self._passes.forget()  # the script threw their gradients away
             self._norms.forget()
         if self._last_place is not None:
-            self._places.append(self._last_place)
+            self._passes.places.append(self._last_place)
         if scaled:
-            self._scaled = self._scaled_pass(root, loss, calls) if loss is not None and skipping else None
+            self._passes.scaled = self._scaled_pass(root, loss, calls) if loss is not None and skipping else None
         if loss is None or scaled:
             return
         # Where all forwards came before the first backward, any of them may be behind a later one.
-        self._pass_before = this = Pass(loss, calls or self._inputs.all_of_step(), self._last_place)
-        self._passes.append(this)
-        if len(self._passes) > _PASSES_WITH_CODE:
-            self._passes[-1 - _PASSES_WITH_CODE].code = NO_CODE
+        this = Pass(loss, calls or self._inputs.all_of_step(), self._last_place)
+        self._passes.add(this)
         finite = loss.ready and math.isfinite(loss.value())
         if finite or not loss.ready:
-            this.code = self._code_to_hold(root, this.calls, this.place, finite=finite)
+            this.code = self._lines.code_to_hold(root, this.calls, this.place, finite=finite)
         else:
             # Looked at now: the graph still has its numbers, and the script may yet decide to leave this step out.
             this.hit = _bad_loss(root, loss.value(), this.calls, this.place)
 
     def exchange_in_pass(self, exchange: Exchange, *, in_backward: bool) -> torch.cuda.Stream | None:
         """A collective is about to be started in the middle of a pass: behind which stream it has to be queued."""
-        if self.on and in_backward:
+        if self.reports.on and in_backward:
             return self._own.exchange_in_backward(exchange, self._modules())
-        if self.on and self._learning:
+        if self.reports.on and self._learning:
             self._catch_up()
             self._own.exchange_in_forward(exchange)
         return None
 
     def exchange_after_backward(self) -> None:
-        if self.on and not self._settled:
+        if self.reports.on and not self._settled:
             self._own.exchange_after_backward(self._trained)
 
     def backward_ended(self) -> None:
-        if self.on:
+        if self.reports.on:
             self._own.backward_ended()
-            if self._passes:
-                self._passes[-1].ended = True
+            if self._passes.last is not None:
+                self._passes.last.ended = True
 
     def norm_taken(self, norm: Any) -> None:
         """Kept until the step is over: a script may compute another loss before it applies what it has clipped."""
-        if self.on:
+        if self.reports.on:
             self._norms.take(norm)
-
-    def refuse_if_halted(self) -> None:
-        """Once a step has been refused, so is every later one: the run is over."""
-        if self._halted:
-            raise NumericsError(self._halted, remedy="the run was started with --guard halt", code=self._halted_by)
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """Raises NumericsError where the step must not be applied."""
-        self.refuse_if_halted()
-        if not self.on:
+        self.reports.refuse_if_halted()
+        if not self.reports.on:
             return
-        step = BOX.recorder.steps if BOX.recorder is not None else 0
-        self._rate = learning_rate(optimizer)
-        self._eps = optimizer.param_groups[0].get("eps")
+        step = _step_now()
+        self.reports.settings_of(optimizer)
         if self._spoilt_before(optimizer):
             return
         sizes = self._sizes(optimizer)
         parameters = given_to(optimizer)
         looked = self._own.at_the_optimizer(parameters)
-        in_time = looked if looked is not None and (looked.ready or self.mode == "halt") else None
-        ready = [size for size in sizes if size.ready or self.mode == "halt"]
+        in_time = looked if looked is not None and (looked.ready or self._waits) else None
+        ready = [size for size in sizes if size.ready or self._waits]
         known = [size.value() for size in ready]
         asked = self._norms.all()
-        taken = [norm for norm in asked if norm.ready or self.mode == "halt"]
+        taken = [norm for norm in asked if norm.ready or self._waits]
         norms = [norm.value() for norm in taken]
-        bad = self._bad_pass()
+        bad = self._passes.bad
         grad_norm = math.hypot(*known) if known else math.nan
         if bad is not None and gradients_finite(parameters):
             # They do not depend on what is bad in it: of a batch without a single label the loss is 0/0, the slope 0.
-            self._harmless(step, bad, optimizer)
+            self.reports.harmless(step, bad, optimizer)
             bad = None
         if bad is not None:
             self._found(step, self._among_peers(bad.hit_of_its_loss(), in_time), grad_norm)
@@ -260,21 +225,21 @@ class Guard:
         unanswered = [size for size in sizes if size not in ready]
         to_come = [norm for norm in asked if norm not in taken]
         not_yet = looked if in_time is None else None
-        codes = self._codes() if unanswered or to_come or not_yet is not None else []
-        number = self.history.step(self._loss(), grad_norm, self._rate)
-        self._late[optimizer] = _Late(step, unanswered, to_come, not_yet, codes, number, tuple(self._places))
+        codes = self._passes.codes() if unanswered or to_come or not_yet is not None else []
+        number = self.reports.step_over(self._passes.loss, grad_norm)
+        self._late[optimizer] = _Late(step, unanswered, to_come, not_yet, codes, number, tuple(self._passes.places))
         self._settled = True
 
     def scaler_gave_up(self, *, skipped: int, scale: float, first_scale: float) -> None:
         """A GradScaler leaves out step after step: lowering its factor does not help."""
-        if not self.on:
+        if not self.reports.on:
             return
-        seen = self._scaled.hit if self._scaled is not None else None
+        seen = self._passes.scaled.hit if self._passes.scaled is not None else None
         hit = seen or Hit.in_backward(math.nan, self._inputs.calls, (), self._last_place)
         told = (
             f"observed: {skipped} steps in a row were left out; the loss scale fell from {first_scale:g} to {scale:g}"
         )
-        self._found(BOX.recorder.steps if BOX.recorder is not None else 0, replace(hit, scaler=told), math.nan)
+        self._found(_step_now(), replace(hit, scaler=told), math.nan)
 
     def step_done(self) -> None:
         """The step is kept until the next one begins: a second optimizer may still have to apply its share of it."""
@@ -288,7 +253,7 @@ class Guard:
         What needs no second run is written at once, for a rank may be ended with its peers; `look_back` adds the rest.
         `scaled`: by a GradScaler, whose gradients may be bad in good health.
         """
-        if not self.on or not devices_answer() or not all(this.loss.ready for this in self._passes):
+        if not self.reports.on or not devices_answer() or not all(this.loss.ready for this in self._passes):
             return
         for optimizer, late in list(self._late.items()):
             if late.ready and self._spoilt_before(optimizer):
@@ -310,11 +275,13 @@ class Guard:
         stop, self._stop = self._stop, None
         if stop is not None:
             hit = self._among_peers(stop.hit(), self._own.so_far)
-            self._tell(stop.step, hit, stop.grad_norm, "stopped", **({} if stop.spoils else {"spoils": False}))
+            spoils = {} if stop.spoils else {"spoils": False}
+            self.reports.tell(stop.step, hit, stop.grad_norm, all_read=not self._own.left_out, stopped=True, **spoils)
+            self.forget()
 
     def _bad_loss_at_the_end(self, frames: Sequence[tuple[FrameType, int]]) -> Stop | None:
-        step = BOX.recorder.steps if BOX.recorder is not None else 0
-        bad = self._bad_pass()
+        step = _step_now()
+        bad = self._passes.bad
         if bad is not None:
             spoils = not (bad.ended and gradients_finite(self._trained()))
             loss, norm = float(bad.loss.value()), self._norm_so_far()
@@ -332,7 +299,8 @@ class Guard:
 
     def _bad_gradients_at_the_end(self, said: str) -> Stop | None:
         """Of a pass that is over: in its middle some gradients are this rank's, others their peers' too."""
-        if not self._passes:
+        last = self._passes.last
+        if last is None:
             return None
         if operation := anomaly_in(said):
             own = OwnShare(f"the result of {operation}")
@@ -340,13 +308,10 @@ class Guard:
             parameters = self._trained()
             own = _own_share(self._own.so_far, parameters)
             in_shards = bool(own.bad) and self._own.sharded(parameters)
-            if not self._passes[-1].ended or (not in_shards and gradients_finite(parameters)):
+            if not last.ended or (not in_shards and gradients_finite(parameters)):
                 return None
-        step = BOX.recorder.steps if BOX.recorder is not None else 0
-        norm = self._norm_so_far()
-        return Stop(
-            step, self._loss(), "backward", self._last_place, lambda: self._gradient_hit(own), norm, own_bad=own.bad
-        )
+        step, loss, norm, place = _step_now(), self._passes.loss, self._norm_so_far(), self._last_place
+        return Stop(step, loss, "backward", place, lambda: self._gradient_hit(own), norm, own_bad=own.bad)
 
     def _norm_so_far(self) -> float | None:
         """That the script itself has taken of this step's gradients."""
@@ -361,10 +326,7 @@ class Guard:
     def _let_go(self) -> None:
         """The memory of the inputs is the script's again."""
         self._inputs.forget()
-        self._passes.clear()
-        self._places.clear()
-        self._pass_before = None
-        self._scaled = None
+        self._passes.forget()
         self._norms.forget()
         self._calls_seen = 0
 
@@ -378,7 +340,7 @@ class Guard:
     def _catch_up(self) -> None:
         """The step before is forgotten, and the forward that has begun is the first of a new one."""
         if self._settled:
-            self.flush()
+            self.reports.flush()
             self.forget()
         if self._begun is not None:
             self._inputs.keep(self._begun)
@@ -392,7 +354,7 @@ class Guard:
         size = math.hypot(*(size.value() for size in late.sizes))
         probed_bad = not math.isfinite(size)
         if late.sizes and not probed_bad:
-            self.history.learn(late.number, size)
+            self.reports.history.learn(late.number, size)
         norm_bad = not all(math.isfinite(norm.value()) for norm in late.norms)
         parameters = given_to(optimizer)
         own = _own_share(late.looked, parameters)
@@ -401,7 +363,7 @@ class Guard:
         if not spoilt and (not (own.bad or norm_bad) or weights_finite(parameters)):
             return False
         place = late.places[-1] if late.places else self._last_place
-        hit = Hit.too_late(self.history.before[-1].loss, late.codes, place, own)
+        hit = Hit.too_late(self.reports.history.before[-1].loss, late.codes, place, own)
         if hit.in_loss_code is None:
             hit = replace(hit, one_of=late.places)
         if late.looked is not None:
@@ -416,7 +378,7 @@ class Guard:
 
     def _gradient_hit(self, own: OwnShare) -> Hit:
         self._look_behind_the_last_pass()
-        return gradient_hit(self._passes, self._places, self._inputs.calls, own)
+        return self._passes.gradient_hit(self._inputs.calls, own)
 
     def _among_peers(self, hit: Hit, looked: Looked | None) -> Hit:
         """With what is known of the exchanges of this step: enough to tell who was first."""
@@ -438,22 +400,6 @@ class Guard:
         known = called or [p for probed in self._probed.values() for p in probed.all]
         return list({id(p): p for p in known if p.requires_grad}.values())
 
-    def _bad_pass(self) -> Pass | None:
-        return next((this for this in self._passes if not math.isfinite(this.loss.value())), None)
-
-    def _loss(self) -> float:
-        return float(self._passes[-1].loss.value()) if self._passes else math.nan
-
-    def _place_of_loss(self, backward: Place | None, calls: list[Call]) -> Place | None:
-        """Asked once for each line: a step comes from the same ones again and again."""
-        called = next((call for call in reversed(calls) if call.learns), None)
-        if backward is None or called is None:
-            return backward
-        key = backward, called.site
-        if key not in self._loss_places:
-            self._loss_places[key] = backward.or_of_forward(called.line())
-        return self._loss_places[key]
-
     def _scaled_pass(self, root: Any, loss: Reading, calls: list[Call]) -> Pass:
         """A loss that is bad itself is not the scaler's doing: looked at while the graph still has its numbers. Nobody
         waits for it but a script whose scaler is skipping."""
@@ -462,109 +408,39 @@ class Guard:
             this.hit = _bad_loss(root, loss.value(), calls, this.place)
         return this
 
-    def _code_to_hold(self, root: Any, calls: list[Call], place: Place | None, *, finite: bool) -> LossCode:
-        """Code in which nothing can fail is asked only now and then: it makes the same graph again."""
-        harmless = self._harmless_code.get(place, 0)
-        if harmless >= _ENOUGH_LOOKS and harmless % _ENOUGH_LOOKS:
-            self._harmless_code[place] = harmless + 1
-            return NO_CODE
-        code = LossCode.held(root.grad_fn, _nodes_of(calls), place, finite=finite)
-        self._harmless_code[place] = 0 if code.can_fail else harmless + 1
-        return code
-
-    def _codes(self) -> list[LossCode]:
-        return [this.code for this in self._passes if this.code.can_fail]
-
     def _sizes(self, optimizer: Any) -> list[Reading]:
-        """The size of an early gradient, and in every fourth step of the one whose turn it is; to halt, of all."""
+        """The size of an early gradient; to halt, of all."""
         probed = self._probed.get(optimizer)
         if probed is None:
             probed = self._probed[optimizer] = Probed.of(optimizer)
             # Once more, now that the passes are over: FSDP shows other parameters while a module computes.
             self._named.clear()
             self._modules()
-        if self.mode == "halt":
+        if self._waits:
             return all_sizes(given_to(optimizer))
-        self._turn += 1
-        looked_at = tuple(parameter for parameter in probed.early if parameter.grad is not None)[:1]
-        if self._turn % _TURN_EVERY == 0 and probed.all:
-            looked_at = (*looked_at, probed.all[self._turn // _TURN_EVERY % len(probed.all)])
-        return [size for parameter in looked_at if (size := size_of(parameter)) is not None]
+        early = next((parameter for parameter in probed.early if parameter.grad is not None), None)
+        size = size_of(early) if early is not None else None
+        return [size] if size is not None else []
 
     def _look_behind_the_last_pass(self) -> None:
-        """At an early gradient of each optimizer, so that a step of several passes can tell which one spoilt it.
-
-        Not on a GPU, but to halt: a kernel for every micro-batch would be paid for in every step. Nor while somebody
-        records every operation of torch's.
-        """
-        this, self._pass_before = self._pass_before, None
-        if this is None or torch._C._len_torch_dispatch_stack():
-            return
-        early = [next((p for p in probed.early if p.grad is not None), None) for probed in self._probed.values()]
-        read = [p for p in early if p is not None and (p.grad.is_cpu or self.mode == "halt")]
-        this.left = [size for parameter in read if (size := size_of(parameter)) is not None]
-
-    def _harmless(self, step: int, bad: Pass, optimizer: Any) -> None:
-        """A loss that is not finite although its gradients are: told once, for the script's own log shows it.
-
-        Not before the step is over: the gradients of a second optimizer are still to be seen.
-        """
-        if self._told_harmless:
-            return
-        self._told_harmless = True
-        hit = bad.hit_of_its_loss()
-        report = report_of(hit, self.history, rate=self._rate)
-        if report is not None:
-            unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"
-            report = {**report, "evidence": [*report["evidence"], unspoilt]}
-            grad_norm = math.hypot(*(size.value() for size in all_sizes(Probed.of(optimizer).all)))
-            told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe", "spoils": False}
-            self._untold = {**told, **report}
-
-    def flush(self) -> None:
-        """Writes what was held back until the step was over."""
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            BOX.event("nonfinite", **untold)
-
-    def _tell(self, step: int, hit: Hit, grad_norm: float | None, action: str, **more: Any) -> dict[str, Any] | None:
-        """The report; None where this rank is not to blame."""
-        self._reports += 1
-        self._untold = None
-        report = report_of(hit, self.history, rate=self._rate, eps=self._eps, all_read=self._reads_all)
-        if report is None:
-            BOX.event("nonfinite_received", step=step, action=action, **hit.received)
-        else:
-            BOX.event("nonfinite", step=step, loss=hit.loss, grad_norm=grad_norm, action=action, **report, **more)
-        self.forget()
-        return report
+        self._passes.over([probed.early for probed in self._probed.values()], halt=self._waits)
 
     def _found(self, step: int, hit: Hit, grad_norm: float) -> None:
-        report = self._tell(step, hit, grad_norm, "halt" if self.mode == "halt" else "observe")
-        if self.mode == "halt":
-            who = f"rank {BOX.recorder.rank}: " if BOX.recorder is not None else ""
-            cause = "a peer's gradients" if report is None else "this rank's own pass"
-            where = f": {_in_words(report)}" if report is not None and report.get("location") else ""
-            self._halted = f"{who}step {step} is not applied: {cause} made its gradients non-finite{where}"
-            self._halted_by = report["cause"] if report is not None else None
-            self.refuse_if_halted()
+        """Raises NumericsError where the step is refused."""
+        self.reports.tell(step, hit, grad_norm, all_read=not self._own.left_out)
+        self.forget()
+        self.reports.refuse_if_halted()
+
+
+def _step_now() -> int:
+    return BOX.recorder.steps if BOX.recorder is not None else 0
 
 
 def _bad_loss(root: Any, loss: float, calls: list[Call], place: Place | None) -> Hit:
     """Before its backward, which lets the numbers of the graph go."""
-    code = LossCode.whole(root.grad_fn, _nodes_of(calls), place)
+    code = LossCode.whole(root.grad_fn, nodes_of(calls), place)
     learning = [call for call in calls if call.learns]
     return Hit.in_forward(loss, calls, code, place, look=lambda: first_made(root.grad_fn, learning))
-
-
-def _nodes_of(calls: list[Call]) -> list[range]:
-    return [call.nodes for call in calls if call.learns]
-
-
-def _in_words(report: Mapping[str, Any]) -> str:
-    """div at train.py:17 in forward"""
-    op, function = report.get("op"), report.get("function")
-    return (f"{op} at " if op else "look at ") + str(report["location"]) + (f" in {function}" if function else "")
 
 
 def _own_share(looked: Looked | None, parameters: Iterable[Any]) -> OwnShare:

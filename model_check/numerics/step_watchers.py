@@ -135,7 +135,7 @@ class Steps:
         self._scaling.optimizer_begins()
         if not self._scaling.decides(optimizer):
             for steps in _Watching.all:  # what one thread was refused ends the run, not that thread alone
-                steps.guard.refuse_if_halted()
+                steps.guard.reports.refuse_if_halted()
             self.guard.optimizer_begins(optimizer)
         if (trends := self._trends) is not None:
             trends.optimizer_begins(optimizer)
@@ -177,7 +177,7 @@ class Steps:
     @_harmless
     def flush(self) -> None:
         """Nothing more will come: what was held back for later is written."""
-        self.guard.flush()
+        self.guard.reports.flush()
         if (trends := self._trends) is not None:
             trends.flush()
 

@@ -291,6 +291,9 @@ NUMERICS = (
     slow("nan_counting_module", "MC401", (0,), says=("div in the forward of Net", "run once more, it is finite")),
     slow("nan_in_encoder", "MC408", (1,), says=("Encoder",)),
     slow("nan_under_fsdp", "MC401", (1,), says=("div in the forward of Net: it divides by 0",)),
+    # One number of one gradient far from the loss, of more than twenty buckets or sharded modules.
+    slow("nan_late_bucket", "MC402", (1,), says=("layers.2",)),
+    slow("nan_late_unit", "MC402", (1,), says=("layers.2",)),
     slow("norm_in_place", "MC401", (1,), says=("changes its own input in place",)),
     slow("replica_drift", "MC410", (2,), nproc=3, says=("head.bias", "step 20", "step 30")),
     slow("replicas_never_alike", "MC410", (0, 1), says=("0.weight", "began with different weights")),

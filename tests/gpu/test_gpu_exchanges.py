@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from model_check.blackbox.device_numbers import Reading
-from model_check.numerics.budget import Choice, Part
 from model_check.numerics.finite import LocalCheck
+from model_check.numerics.rotation import TURNS, Turn
 from model_check.record import RunDir, read_jsonl
 
 pytestmark = [
@@ -31,7 +31,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 waits, wrapped, bad_step = os.environ["WAITS"] == "1", os.environ["WRAPPED"], int(os.environ["BAD_STEP"])
-spent = os.environ["SPENT"] == "1"  # nothing is left of what looking at gradients may cost
 torch.cuda.set_device(0)
 dist.init_process_group("nccl")
 step = 0
@@ -65,12 +64,9 @@ elif wrapped == "fsdp":
     fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 batch = torch.randn(32768, 1024, device="cuda")  # the host runs ahead
-for step in range(8):
+for step in range(12):
     torch.cuda.set_sync_debug_mode("error" if 2 <= step < bad_step and not waits else "default")
     loss = model(batch).square().mean()
-    if spent:
-        from model_check.numerics.step_watchers import of_this_thread
-        of_this_thread().guard._own._account.budget._left_s = -1.0
     loss.backward()
     if waits:
         torch.cuda.synchronize()
@@ -80,20 +76,22 @@ torch.cuda.set_sync_debug_mode("default")
 dist.destroy_process_group()
 """
 
+# In the eighth step the first group of eight is read, which holds the bad number.
+ITS_TURN, NOT_ITS_TURN = 8, 4
+
 
 def run(
     folder: Path,
     *,
     waits: bool = False,
     wrapped: str = "ddp",
-    bad_step: int = 4,
-    spent: bool = False,
+    bad_step: int = ITS_TURN,
     guard: str = "observe",
 ) -> list[dict[str, Any]]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     run_dir = RunDir(folder / "run")
-    switches = {"WAITS": str(int(waits)), "WRAPPED": wrapped, "BAD_STEP": str(bad_step), "SPENT": str(int(spent))}
+    switches = {"WAITS": str(int(waits)), "WRAPPED": wrapped, "BAD_STEP": str(bad_step)}
     flags = ["--nproc", "1", "--guard", guard, "--run-dir", str(run_dir.root)]
     ended = subprocess.run(
         [sys.executable, "-m", "model_check", "run", *flags, str(script)],
@@ -112,29 +110,30 @@ def run(
 @pytest.mark.parametrize("wrapped", ["ddp", "fsdp", "none"])
 def test_a_bad_gradient_is_known_a_step_later_with_its_own_step(tmp_path: Path, wrapped: str) -> None:
     (event,) = run(tmp_path, wrapped=wrapped)
-    assert (event["step"], event["cause"], event["direction"]) == (4, "MC402", "backward")
+    assert (event["step"], event["cause"], event["direction"]) == (ITS_TURN, "MC402", "backward")
     assert event["tensor"] == ("gradients of 4.bias to 2.weight" if wrapped == "ddp" else "gradient of 2.weight")
     late = "inferred: the weights were overwritten before a check that makes nobody wait could know"
     assert event["evidence"][1] == late
 
 
 @pytest.mark.parametrize("wrapped", ["ddp", "fsdp", "none"])
-def test_a_full_look_needs_no_budget_and_makes_nobody_wait(tmp_path: Path, wrapped: str) -> None:
-    (event,) = run(tmp_path, wrapped=wrapped, spent=True, guard="full")
-    assert (event["step"], event["cause"], event["direction"], event["action"]) == (4, "MC402", "backward", "observe")
+def test_a_full_look_waits_for_no_turn_and_makes_nobody_wait(tmp_path: Path, wrapped: str) -> None:
+    (event,) = run(tmp_path, wrapped=wrapped, bad_step=NOT_ITS_TURN, guard="full")
+    told = (event["step"], event["cause"], event["direction"], event["action"])
+    assert told == (NOT_ITS_TURN, "MC402", "backward", "observe")
     assert event["tensor"] == ("gradients of 4.bias to 2.weight" if wrapped == "ddp" else "gradient of 2.weight")
 
 
 def test_without_it_the_same_step_goes_by_unseen(tmp_path: Path) -> None:
     """Told from the weight that it spoilt, and one step late."""
-    (event,) = run(tmp_path, spent=True)
-    assert (event["step"], event["tensor"]) == (5, "parameter 2.weight")
+    (event,) = run(tmp_path, bad_step=NOT_ITS_TURN)
+    assert (event["step"], event["tensor"]) == (NOT_ITS_TURN + 1, "parameter 2.weight")
     assert "--guard full" in event["fix"][0]
 
 
 def test_where_the_script_waits_for_the_device_the_step_is_replayed_in_time(tmp_path: Path) -> None:
     (event,) = run(tmp_path, waits=True)
-    assert (event["step"], event["cause"], event["deterministic"]) == (4, "MC402", True)
+    assert (event["step"], event["cause"], event["deterministic"]) == (ITS_TURN, "MC402", True)
     assert "2.weight" in event["evidence"][0]
     assert "derivative of Spoilt is NaN" in " ".join(event["evidence"])
 
@@ -191,7 +190,9 @@ def test_the_next_step_does_not_overwrite_an_answer_that_is_late(late_check: Loc
 def test_a_part_of_a_bucket_is_looked_at_beside_too(late_check: LocalCheck) -> None:
     bucket = torch.zeros(1 << 24, device="cuda")
     bucket[1 << 20 : (1 << 20) + 4096] = float("nan")
-    behind = late_check.look_beside(Part(Choice(16), 5).groups(bucket))
+    part = Turn(5, 20).of_bucket(bucket, 20)
+    assert part is not None and part.numel() == bucket.numel() // TURNS
+    behind = late_check.look_beside(part)
     with torch.cuda.stream(behind):
         bucket.zero_()
     torch.cuda.synchronize()

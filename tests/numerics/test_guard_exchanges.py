@@ -362,7 +362,7 @@ def test_what_a_rank_runs_by_itself_calls_nobody_and_other_threads_go_on() -> No
 @pytest.mark.usefixtures("lone_group")
 @pytest.mark.parametrize("in_hook", [True, False])
 def test_what_is_gathered_counts_as_gradients_in_a_communication_hook_only(in_hook: bool) -> None:
-    own = OwnGradients(every_step=True)
+    own = OwnGradients(in_turns=())
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)))
     own.learn_names(model)
 
@@ -427,7 +427,7 @@ def test_sparse_gradients_are_recorded_and_do_not_end_the_watching(run: Runner) 
 @pytest.mark.usefixtures("lone_group")
 def test_gradients_that_are_not_there_are_asked_for_once_in_a_pass() -> None:
     """A loop of small exchanges after a backward, of metrics, must not go through all parameters again and again."""
-    own, model, asked = OwnGradients(every_step=True), torch.nn.Linear(3, 2), []
+    own, model, asked = OwnGradients(in_turns=()), torch.nn.Linear(3, 2), []
 
     def parameters() -> list[Any]:
         asked.append(1)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from model_check.blackbox.box import BOX, GUARD_VARIABLE, RANK_PID_VARIABLE
 from model_check.blackbox.device_numbers import reading_of
 from model_check.errors import NumericsError
-from model_check.numerics.budget import Budget
 from model_check.numerics.probes import size_of
 from model_check.numerics.replicas import _Copies, bit_sum
 from model_check.numerics.script_guard import Guard
@@ -312,23 +311,18 @@ class Alone(torch.nn.Module):
         (0.0, False, "full", False),
     ],
 )
-def test_what_the_budget_has_no_room_for_is_seen_by_the_norm_that_a_script_clips_by_and_by_a_full_look(
+def test_what_is_not_read_in_a_step_is_seen_by_the_norm_that_a_script_clips_by_and_by_a_full_look(
     watched: Callable[..., Script], made: float, clips: bool, mode: str, told: bool
 ) -> None:
     """Both read every gradient; without them this one is missed."""
     model = Alone()
     run = watched(model, mode)
 
-    budget = run.guard._own._account.budget = Budget(lambda: 0.0)
-
-    def step() -> None:
-        budget._left_s = 1e-9  # enough for a part only: another one than the last number is in
+    if mode == "observe":
+        run.guard._own.in_turns = ("cpu",)  # the fifth step reads another part than the one with the last number
+    for number in range(5):
+        model.made = made if number == 4 else 0.0
         run.step(torch.randn(4, 6), mean_square, clip=1.0 if clips else None)
-
-    for _ in range(4):
-        step()
-    model.made = made
-    step()
     events = run.events("nonfinite")
     assert [(event["step"], event["cause"], event["direction"]) for event in events] == [
         (4, "MC402", "backward")
@@ -339,27 +333,39 @@ def test_what_the_budget_has_no_room_for_is_seen_by_the_norm_that_a_script_clips
         assert (events[0]["tensor"], events[0]["action"]) == ("gradient of weight", "observe")
 
 
+@pytest.mark.parametrize(("mode", "in_turns"), [("observe", ("cuda",)), ("full", ()), ("halt", ())])
+def test_only_the_default_lets_the_gradients_of_a_gpu_take_turns(
+    watched: Callable[..., Script], mode: str, in_turns: tuple[str, ...]
+) -> None:
+    assert watched(Alone(), mode).guard._own.in_turns == in_turns
+
+
 @pytest.mark.parametrize(
-    ("mode", "why"),
+    ("mode", "in_turns", "why"),
     [
-        ("observe", "the update of the step before made it so, by a gradient that was not looked at or by itself"),
-        ("full", "all gradients of the step before were finite: its update made it so, or the script"),
-        ("halt", "all gradients of the step before were finite: its update made it so, or the script"),
+        (
+            "observe",
+            ("cpu",),
+            "the update of the step before made it so, by a gradient that was not looked at or by itself",
+        ),
+        ("observe", (), "all gradients of the step before were finite: its update made it so, or the script"),
+        ("halt", (), "all gradients of the step before were finite: its update made it so, or the script"),
     ],
 )
 def test_a_weight_that_the_script_spoils_is_laid_to_what_happened_between_the_steps(
-    watched: Callable[..., Script], mode: str, why: str
+    watched: Callable[..., Script], mode: str, in_turns: tuple[str, ...], why: str
 ) -> None:
-    run = watched(Net(), mode)
+    run = watched(Alone(), mode)
+    run.guard._own.in_turns = in_turns
     run.step(torch.randn(4, 6), mean_square)
     with torch.no_grad():
-        run.model.get_parameter("up.weight")[2, 1] = math.nan
+        run.model.get_parameter("first.weight")[2, 1] = math.nan
     with pytest.raises(NumericsError) if mode == "halt" else contextlib.nullcontext():
         run.step(torch.randn(4, 6), mean_square)
     (event,) = run.events("nonfinite")
-    assert (event["cause"], event["step"], event["tensor"]) == ("MC401", 1, "parameter up.weight")
+    assert (event["cause"], event["step"], event["tensor"]) == ("MC401", 1, "parameter first.weight")
     assert event["evidence"][-1] == f"inferred: {why}"
-    assert ("--guard full" in event["fix"][0]) == (mode == "observe")
+    assert ("--guard full" in event["fix"][0]) == bool(in_turns)
 
 
 def test_a_norm_that_overflows_in_good_health_is_no_fault(watched: Callable[..., Script]) -> None:
@@ -406,7 +412,7 @@ def test_the_replay_leaves_no_trace_in_the_script(watched: Callable[..., Script]
         torch.manual_seed(7)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         run.model, run.optimizer = model, optimizer
-        run.guard.mode = mode if looked_at else "off"  # type: ignore[assignment]
+        run.guard.reports.mode = mode if looked_at else "off"  # type: ignore[assignment]
         for number in range(6):
             x = torch.randn(4, 6)
             x[2, 2] = math.nan if number == 4 else 0.0
@@ -455,7 +461,7 @@ def test_the_norm_of_a_loss_that_spoils_nothing_is_that_of_all_gradients(watched
         return loss + math.inf
 
     script.step(x, no_pull)
-    script.guard.flush()
+    script.guard.reports.flush()
     (event,) = script.events("nonfinite")
     assert event["spoils"] is False
     assert event["grad_norm"] == pytest.approx(taken[0], rel=1e-5)
