@@ -150,7 +150,7 @@ def test_a_gpu_rank_over_its_limit_ends_the_job_by_name(shell: Shell) -> None:
     verdict = json.loads(shell.model_check("diagnose", "--json", "out").out)
     finding = verdict["findings"][0]
     assert (finding["code"], finding["ranks"]) == ("MC305", [1])
-    assert finding["title"] == "rank 1 was killed by launch.memory_limit_gb"
+    assert finding["title"] == "rank 1 was killed by --memory-limit-gb"
     assert any(line.endswith("of host memory; launch.memory_limit_gb=0.1") for line in finding["evidence"])
 
 
