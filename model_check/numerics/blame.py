@@ -250,7 +250,7 @@ def _report(hit: Hit, history: History, rate: float, eps: float | None, all_read
         if not (origin.given or "").startswith("parameter"):
             return body
         return _blaming_the_update(body, eps, all_read) if history.steps > 0 else {**body, "fix": [_BAD_FROM_THE_START]}
-    if hit.inside is not None:
+    if hit.inside is not None and not (hit.inside.was_given_it and _bad_inputs(hit)):
         body = _report_inside(hit, hit.inside, history, rate)
         return _blaming_the_update(body, eps, all_read) if hit.inside.given and history.steps > 0 else body
     if hit.in_loss_code is not None:

@@ -38,6 +38,11 @@ class Sighting:
     made: LossOperation | None = None  # None: the operation is unknown
     given: str = ""  # a parameter that was bad before the pass began
 
+    @property
+    def was_given_it(self) -> bool:
+        """No operation made it: the first that is known of was handed it, and by no parameter."""
+        return self.made is not None and not self.made.made_it and not self.given
+
 
 def first_made(root: Any, calls: Sequence[Call]) -> Sighting | None:
     """None if nothing is known, or if the loss code after all modules made it."""
