@@ -126,8 +126,8 @@ def _redact_encoded(word: str, secrets: Iterable[str]) -> str:
             break
         shown = _redact_unencoded(decoded, secrets)
         holds_secret = holds_secret or shown != decoded
-    # Spaces and line breaks stay encoded: it was one word.
-    return quote(shown, safe=string.punctuation) if holds_secret else word
+    # Spaces and line breaks stay encoded: it was one word. A path may hold bytes that are no text.
+    return quote(shown, safe=string.punctuation, errors="backslashreplace") if holds_secret else word
 
 
 def _redact_unencoded(text: str, secrets: Iterable[str]) -> str:

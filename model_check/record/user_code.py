@@ -61,8 +61,9 @@ def is_door(path: str) -> bool:
 
 
 def _inside_package(path: str) -> str:
+    """A checkout of that name may hold the environment: the packages in it are libraries."""
     _, found, inside = f"/{path}".replace("\\", "/").rpartition("/model_check/")
-    return inside if found else ""
+    return inside if found and not _LIBRARY.search(f"/{inside}") else ""
 
 
 @lru_cache(maxsize=1)
