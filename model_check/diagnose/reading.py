@@ -273,6 +273,8 @@ class Reader:
         name = f"rank-{rank:05d}"
         place = Place.of(header)
         events = tuple(e for e in tail.records if not _of_earlier_life(e, whole(header.get("pid")), began))
+        if exit is not None and exit.t < began and exit.pid != header.get("pid"):
+            exit = None  # of an earlier life: a rank that no launcher of ours started says of none that it began
         farewell = _own_farewell(events, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
         exit = _first_end(farewell, exit)
         files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
