@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from model_check.record import RunDir, read_jsonl
@@ -37,6 +38,18 @@ def look_at_ranks(
     pids = {rank: pid for rank, who in headers.items() if (pid := live_pid(who)) is not None}
     if not pids:
         return False
+    with suppress(OSError):  # of a directory that may only be read, the verdict is made of what is there
+        _take_evidence(run_dir, headers, pids, request_flight, pause)
+    return True
+
+
+def _take_evidence(
+    run_dir: RunDir,
+    headers: Mapping[int, Mapping[str, Any]],
+    pids: Mapping[int, int],
+    request_flight: FlightRequest | None,
+    pause: Callable[[float], None],
+) -> None:
     journal = Journal(run_dir)
     gather = Gatherer(run_dir, journal, request_flight)
     try:
@@ -51,7 +64,6 @@ def look_at_ranks(
     finally:
         gather.close()
         journal.close()
-    return True
 
 
 def _is_quiet(run_dir: RunDir, rank: int) -> bool:

@@ -46,6 +46,13 @@ def test_a_rank_that_was_started_again_is_not_gone(run_dir: RunDir) -> None:
     first.close()
 
 
+def test_a_directory_that_cannot_be_written_can_be_looked_at(run_dir: RunDir) -> None:
+    alive = Recorder(run_dir.ring(0), rank=0)
+    run_dir.supervisor_events.mkdir(parents=True)  # root may write what others may only read
+    assert look_at_ranks(run_dir)
+    alive.close()
+
+
 def test_nothing_is_written_where_no_rank_lives(run_dir: RunDir) -> None:
     assert not look_at_ranks(run_dir)
     assert not run_dir.supervisor_events.exists()
