@@ -7,6 +7,7 @@ a user's training process, with the base install alone and before torch.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -46,7 +47,10 @@ def observe(run_dir: Path | str | None = None) -> Path:
         )
     _set_guard()
     directory = RunDir.create(given, resuming=True)  # another rank may have made it a moment ago
-    follow(directory.root)
+    try:
+        follow(directory.root)
+    except OSError as error:  # a full disk is our trouble, as under `model-check run`
+        warnings.warn(f"this process is not recorded ({error})", stacklevel=2)
     return directory.root
 
 
