@@ -1,4 +1,4 @@
-"""What is told of a foreign script's bad step, and whether the step is refused."""
+"""Reports a foreign script's bad step, and refuses the step if the guard halts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model_check.numerics.step_history import History
 
 
 class Reports:
-    """Those of one thread. Once weights are not finite, every later step says the same: one is enough."""
+    """The reports of one thread. One is enough: once weights are not finite, every later step would repeat it."""
 
     def __init__(self, mode: GuardMode) -> None:
         self.mode = mode
@@ -23,7 +23,7 @@ class Reports:
         self.told = False
         self._rate = math.nan
         self._eps: float | None = None
-        self._refused: tuple[str, str | None] | None = None  # in words, and the code of the cause if it is known
+        self._refused: tuple[str, str | None] | None = None  # the message, and the code of the cause if it is known
         self._told_harmless = False
         self._untold: dict[str, Any] | None = None
 
@@ -46,9 +46,9 @@ class Reports:
             raise NumericsError(said, remedy="the run was started with --guard halt", code=code)
 
     def harmless(self, step: int, bad: Pass, optimizer: Any) -> None:
-        """A loss that is not finite although its gradients are: told once, for the script's own log shows it.
+        """Prepares one report of a loss that is not finite although its gradients are; the script's log shows the rest.
 
-        Not before the step is over: the gradients of a second optimizer are still to be seen.
+        `flush` writes it when the step is over: until then the gradients of a second optimizer may turn out bad.
         """
         if self._told_harmless:
             return
@@ -56,7 +56,7 @@ class Reports:
         hit = bad.hit_of_its_loss()
         report = report_of(hit, self.history, rate=self._rate)
         if report is not None:
-            unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"
+            unspoilt = "observed: every gradient is still finite, so the step spoils no weight"
             report = {**report, "evidence": [*report["evidence"], unspoilt]}
             grad_norm = math.hypot(*(size.value() for size in all_sizes(Probed.of(optimizer).all)))
             told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe", "spoils": False}
@@ -93,6 +93,6 @@ def _refusal(step: int, report: Mapping[str, Any] | None) -> tuple[str, str | No
 
 
 def _in_words(report: Mapping[str, Any]) -> str:
-    """div at train.py:17 in forward"""
+    """Such as `div at train.py:17 in forward`."""
     op, function = report.get("op"), report.get("function")
     return (f"{op} at " if op else "look at ") + str(report["location"]) + (f" in {function}" if function else "")
