@@ -49,12 +49,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def owner() -> str:
-    """Names this process: host, PID and start time. A later run sees from it whether the process still runs."""
+    """Host, PID and start time of this process, from which a later run can tell whether the process still runs."""
     return f"{socket.gethostname()}.{os.getpid()}-{start_ticks(os.getpid())}"
 
 
 def owner_lives(owner: str) -> bool | None:
-    """Whether the process that `owner()` named still runs; None where that cannot be known: it is on another host."""
+    """Whether the process that `owner()` named still runs; None if it is on another host, where nobody can tell."""
     match = _OWNER.fullmatch(owner)
     if match is None or match["host"] != socket.gethostname():
         return None
@@ -150,7 +150,7 @@ def origin(lineage: Path) -> Path | None:
 
 
 def ancestors(lineage: Path) -> list[Path]:
-    """The lineages that this one descends from, resolved, nearest first; some may no longer be there."""
+    """The lineages that this one descends from, as resolved paths, nearest first. Some may have been deleted."""
     found: list[Path] = []
     while (began_from := origin(lineage)) is not None and began_from.parent not in found:
         lineage = began_from.parent

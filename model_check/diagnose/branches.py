@@ -129,7 +129,7 @@ def _calls_of(tree: ast.Module, name: str) -> list[int]:
 
 
 def loops_around(frame: Frame) -> list[Loop]:
-    """The loops around a line, innermost first: in its own function, then those around every call of that function."""
+    """The loops around a line, innermost first: in its own function, then around every call of that function."""
     tree = _tree(frame.file, frame.root)
     return _loops_around(tree, frame, frame.line, _MOST_CALLERS) if tree is not None else []
 
@@ -139,7 +139,7 @@ def _loops_around(tree: ast.Module, frame: Frame, line: int, callers: int) -> li
     functions = [node for node in _path_to(tree, line) if isinstance(node, _FUNCTIONS)]
     if not functions or callers == 0:
         return found
-    # An `optimizer.step()` inside a method `step` is no call of that method.
+    # An `optimizer.step()` inside a method named `step` does not call that method.
     calls = [call for call in _calls_of(tree, functions[-1].name) if not _contains(functions[-1], call)]
     around = [_loops_around(tree, frame, call, callers - 1) for call in calls]
     common = [loop for loop in around[0] if all(loop in other for other in around)] if around else []
@@ -217,8 +217,8 @@ def _swallows(tree: ast.Module, node: ast.AST, line: int | None) -> tuple[str, i
 
 
 def _is_silent(tree: ast.Module, given: ast.expr) -> bool:
-    """Whether a context manager swallows exceptions: `suppress`, or one of this file whose `__exit__` returns True or
-    whose `yield` is in a silent `try`.
+    """Whether a context manager swallows exceptions: `suppress`, or one defined in this file whose `__exit__` returns
+    True or whose `yield` is in a silent `try`.
     """
     name = ast.unparse(given.func if isinstance(given, ast.Call) else given).rpartition(".")[2]
     if name == "suppress" and isinstance(given, ast.Call):

@@ -209,7 +209,7 @@ class Reader:
         self._events: dict[int, JsonlTail] = {}
         self._rings: dict[int, FollowedRing] = {}
         self._dumps: dict[Path, tuple[float, Any]] = {}
-        self._in_use: set[Path] = set()  # of those, in this reading
+        self._in_use: set[Path] = set()  # the dumps that the current reading uses
 
     def read(self, *, live: bool, now: float | None = None) -> Evidence:
         damage = self._supervisor.update()
@@ -355,10 +355,10 @@ def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
 
 
 def _own_farewell(events: Iterable[Mapping[str, Any]], rank: int, pid: int, believed_before: float) -> RankExit | None:
-    """A rank that says it leaves with code 0 takes part in nothing any more; its process may need seconds to end.
+    """A rank that announces exit code 0 takes part in nothing more, though its process may need seconds to end.
 
-    One that called no exit does not know its code itself: `raise SystemExit(3)` looks like a return from inside. Its
-    process is given time to end with the true one.
+    A rank that did not call exit does not know its code: to it, `raise SystemExit(3)` looks like a return. Its process
+    gets time to end with the true code.
     """
     for record in events:
         if record.get("event") == "exit" and record.get("code") == 0 and record.get("pid") == pid:
@@ -382,7 +382,7 @@ def _last_time(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidenc
 
 def _cores(environment: Any) -> int | None:
     if isinstance(environment, dict):
-        # Earlier versions wrote the cores of the host alone, whatever a container was granted.
+        # Records of earlier versions hold only the cores of the host, not the cores granted to a container.
         for key in ("cores", "cpu_count"):
             if isinstance(environment.get(key), int):
                 return int(environment[key])

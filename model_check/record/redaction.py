@@ -20,7 +20,7 @@ _SECRET_PART = (
 _SECRET_NAME = re.compile(_SECRET_PART, re.IGNORECASE)
 # One slash where a URL went through a path library.
 _URL_USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
-# `&` as HTML and JSON write it; the value of a parameter that is no secret may hold another URL.
+# Also `&` as HTML and JSON escape it. Other parameters are not consumed: their value may be a URL with a secret.
 _URL_PARAMETER = re.compile(
     rf"((?:[?&]|&amp;|&#38;|\\u0026|\\x26)(?:[\w.-]{{0,60}}(?:{_SECRET_PART})[\w.-]{{0,60}}|(?:[\w.-]{{0,60}}[-_.])?sig)=[\"']?)"
     r"[^&#\s\"'<>]+",
@@ -54,7 +54,7 @@ _QUOTED = re.compile(
 )
 _SIGNATURE = r"(?<![^\W_])sig(?:nature)?"
 _SIGNED = re.compile(rf"({_SIGNATURE}=)(?![\w.]*[(\[])[\w%+/=.~-]{{16,}}", re.IGNORECASE)
-# As a header, in a dictionary or a list of pairs. A digit tells it from the name of a function.
+# In a header, a dictionary or a list of pairs. Only a value with a digit counts: others may be names of functions.
 _SIGNED_PAIR = re.compile(
     rf"({_SIGNATURE}[\"']?\s*[=:,][\s\"'\[(]*)(?![\w.]*[(\[])(?=[a-z%+/=.~_-]*\d)[\w%+/=.~-]{{16,}}", re.IGNORECASE
 )
@@ -111,7 +111,7 @@ def _names_in(word: str) -> list[str]:
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """Redacts the given secrets, well-known tokens, and secrets in URLs, headers and connection strings.
 
-    A percent-encoded word is looked into, and is written without its encoding if it holds a secret.
+    A percent-encoded word is decoded and searched too. If it holds a secret, it is written decoded.
     """
     secrets = list(secrets)
     shown = _redact_unencoded(text, secrets)
@@ -126,7 +126,7 @@ def _redact_encoded(word: str, secrets: Iterable[str]) -> str:
             break
         shown = _redact_unencoded(decoded, secrets)
         holds_secret = holds_secret or shown != decoded
-    # Spaces and line breaks stay encoded: it was one word.
+    # Spaces and line breaks stay encoded, so that it remains one word.
     return quote(shown, safe=string.punctuation) if holds_secret else word
 
 

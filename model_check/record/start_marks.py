@@ -1,7 +1,7 @@
 """The twelve checkpoints of a start: their names, how ranks leave them in their events, and who is where.
 
-A rank appends `{"event": "checkpoint_mark", "number": 5, "name": "Model created"}` when it has passed one. From these
-a start that stopped is one sentence: "rank 0 passed 9, rank 1 is still before 9 (metrics writer), 34 s".
+A rank appends `{"event": "checkpoint_mark", "number": 5, "name": "Model created"}` when it has passed one. One
+sentence then describes a start that got stuck: "rank 0 passed 9, rank 1 is still before 9 (metrics writer), 34 s".
 
 The names are those of the earlier guides, because people look for them in their logs. Evidence names what runs here.
 """
@@ -53,7 +53,7 @@ class Passed:
 
     number: int
     t: float
-    off: str = ""  # why what the checkpoint is named after is not there
+    off: str = ""  # why the component that the checkpoint is named after is switched off
 
 
 def name_of(number: int) -> str:
