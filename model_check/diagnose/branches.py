@@ -210,7 +210,7 @@ def _swallows(tree: ast.Module, node: ast.AST, line: int | None) -> tuple[str, i
         return None
     for handler in node.handlers:
         caught = ast.unparse(handler.type) if handler.type is not None else ""
-        if caught not in _NO_FAULTS and not _speaks_or_ends(handler):
+        if caught not in _NO_FAULTS and not _reports_or_ends(handler):
             return (f"except {caught}:" if caught else "except:"), handler.lineno
     leaving = [inner for inner in node.finalbody if isinstance(inner, _GOES)]
     return (f"finally: {ast.unparse(leaving[0])}", leaving[0].lineno) if leaving else None
@@ -228,7 +228,7 @@ def _is_silent(tree: ast.Module, given: ast.expr) -> bool:
             continue
         if isinstance(made, ast.ClassDef):
             exits = [f for f in made.body if isinstance(f, _FUNCTIONS) and f.name in ("__exit__", "__aexit__")]
-            return any(_returns_true(function) and not _speaks_or_ends(function) for function in exits)
+            return any(_returns_true(function) and not _reports_or_ends(function) for function in exits)
         if isinstance(made, _FUNCTIONS) and any("contextmanager" in ast.unparse(d) for d in made.decorator_list):
             yields = [node.lineno for node in ast.walk(made) if isinstance(node, ast.Yield)]
             tried = [node for node in ast.walk(made) if isinstance(node, ast.Try)]
@@ -241,7 +241,7 @@ def _returns_true(function: ast.AST) -> bool:
     return bool(returned) and all(isinstance(value, ast.Constant) and value.value is True for value in returned)
 
 
-def _speaks_or_ends(handler: ast.AST) -> bool:
+def _reports_or_ends(handler: ast.AST) -> bool:
     """Whether the handler ends the loop, or prints or logs the exception, which would have left a record."""
     for node in ast.walk(handler):
         if isinstance(node, (ast.Raise, ast.Break)):

@@ -131,7 +131,7 @@ def classify_stuck_rank(evidence: Evidence, number: int, victims: Iterable[int],
             *facts,
             *no_progress_text(evidence, number, quiet_since),
             *waiting_text(waits, waiting),
-            *([_what_then(stuck, waiting)] if waiting else []),
+            *([_what_follows(stuck, waiting)] if waiting else []),
         ],
         severity="error" if evidence.killed_as_hung else "info" if _is_calm(code, stuck) else "warning",
         step=rank.step,
@@ -149,7 +149,7 @@ def _is_calm(code: str, s: StuckRank) -> bool:
     return s.quiet_s is None or s.quiet_s < _CALM_S or s.busy or s.compiles or bool(sign_of_life(s))
 
 
-def _what_then(s: StuckRank, waiting: Sequence[int]) -> str:
+def _what_follows(s: StuckRank, waiting: Sequence[int]) -> str:
     if s.script_over:
         return f"inferred: rank {s.rank.rank} will not make the call that is missing: its script is over"
     return f"inferred: {ranks_text(waiting)} can go on when rank {s.rank.rank} does"
@@ -402,7 +402,7 @@ def _user_code(s: StuckRank) -> Named:
     facts += _failed_threads(s)
     if s.evidence.killed_as_hung:
         return "MC219", f"rank {s.rank.rank} is stuck{where}", s.frame, facts, []
-    if reading := _reading(s):
+    if reading := _awaited_input(s):
         facts.append(f"observed: it waits in the kernel {reading}")
         fix = _LOCKED_FILE if s.sample is not None and s.sample.syscall in _LOCK_CALLS else _FROM_ELSEWHERE
         return "MC219", f"rank {s.rank.rank} waits {reading}{where}", s.frame, facts, list(fix)
@@ -410,7 +410,7 @@ def _user_code(s: StuckRank) -> Named:
     return "MC219", f"rank {s.rank.rank} {quiet}{where}", s.frame, facts, []
 
 
-def _reading(s: StuckRank) -> str:
+def _awaited_input(s: StuckRank) -> str:
     """What it waits to read, if it is blocked in a system call that reads."""
     call = s.sample.syscall if s.sample is not None else ""
     if s.busy or s.sample is None or call not in _READ_CALLS | dict.fromkeys(_LOCK_CALLS):

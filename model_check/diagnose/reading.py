@@ -273,8 +273,10 @@ class Reader:
         name = f"rank-{rank:05d}"
         place = Place.of(header)
         events = tuple(e for e in tail.records if not _of_earlier_life(e, whole(header.get("pid")), began))
-        farewell = _own_farewell(events, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
-        exit = _first_end(farewell, exit)
+        announced = _announced_exit(
+            events, rank, whole(header.get("pid")), believed_before if exit is None else math.inf
+        )
+        exit = _first_end(announced, exit)
         files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
         read = partial(read_stacks, show=place.frame)
         dumps = [dump for path in files if (dump := self._cached(path, read)) is not None and dump.rank == rank]
@@ -341,11 +343,11 @@ def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankE
     return exits, starts
 
 
-def _first_end(farewell: RankExit | None, exit: RankExit | None) -> RankExit | None:
+def _first_end(announced: RankExit | None, exit: RankExit | None) -> RankExit | None:
     """A rank that was already leaving when it was told to end had left; one that crashed on its way out had not."""
-    if farewell is None or exit is None:
-        return exit or farewell
-    return farewell if exit.signal in _TOLD_TO_END and farewell.t <= exit.t else exit
+    if announced is None or exit is None:
+        return exit or announced
+    return announced if exit.signal in _TOLD_TO_END and announced.t <= exit.t else exit
 
 
 def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
@@ -354,7 +356,9 @@ def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
     return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and whole(event.get("pid") or pid) != pid)
 
 
-def _own_farewell(events: Iterable[Mapping[str, Any]], rank: int, pid: int, believed_before: float) -> RankExit | None:
+def _announced_exit(
+    events: Iterable[Mapping[str, Any]], rank: int, pid: int, believed_before: float
+) -> RankExit | None:
     """A rank that announces exit code 0 takes part in nothing more, though its process may need seconds to end.
 
     A rank that did not call exit does not know its code: to it, `raise SystemExit(3)` looks like a return. Its process

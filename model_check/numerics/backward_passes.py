@@ -23,7 +23,7 @@ from model_check.numerics.loss_code import NO_CODE, LossCode
 from model_check.numerics.loss_line import Place
 from model_check.numerics.probes import size_of
 
-_MOST = 1024  # a script that updates its weights by itself never ends a step
+_MOST_PASSES = 1024  # a script that updates its weights by itself never ends a step
 _WITH_CODE = 64  # newest passes that keep their loss code, which holds tensors in memory
 _ENOUGH_LOOKS = 16
 
@@ -53,8 +53,8 @@ class Passes:
     """The backward passes of the step in progress."""
 
     def __init__(self) -> None:
-        self._all: deque[Pass] = deque(maxlen=_MOST)
-        self.places: deque[Place] = deque(maxlen=_MOST)  # of all backwards that this step's gradients come from
+        self._all: deque[Pass] = deque(maxlen=_MOST_PASSES)
+        self.places: deque[Place] = deque(maxlen=_MOST_PASSES)  # of all backwards that this step's gradients come from
         self.scaled: Pass | None = None  # the newest pass whose loss a GradScaler multiplies
         self._before: Pass | None = None  # the pass of the last backward, if it has one
 

@@ -25,7 +25,7 @@ class Reports:
         self._eps: float | None = None
         self._refused: tuple[str, str | None] | None = None  # the message, and the code of the cause if it is known
         self._told_harmless = False
-        self._untold: dict[str, Any] | None = None
+        self._held_back: dict[str, Any] | None = None
 
     @property
     def on(self) -> bool:
@@ -56,24 +56,24 @@ class Reports:
         hit = bad.hit_of_its_loss()
         report = report_of(hit, self.history, rate=self._rate)
         if report is not None:
-            unspoilt = "observed: every gradient is still finite, so the step spoils no weight"
-            report = {**report, "evidence": [*report["evidence"], unspoilt]}
+            harmless = "observed: every gradient is still finite, so the step spoils no weight"
+            report = {**report, "evidence": [*report["evidence"], harmless]}
             grad_norm = math.hypot(*(size.value() for size in all_sizes(Probed.of(optimizer).all)))
             told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe", "spoils": False}
-            self._untold = {**told, **report}
+            self._held_back = {**told, **report}
 
     def flush(self) -> None:
         """Writes what was held back until the step was over."""
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            BOX.event("nonfinite", **untold)
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            BOX.event("nonfinite", **held_back)
 
     def tell(
         self, step: int, hit: Hit, grad_norm: float | None, *, all_read: bool, stopped: bool = False, **more: Any
     ) -> None:
         """`all_read`: no gradient was left out."""
         self.told = True
-        self._untold = None
+        self._held_back = None
         action = "stopped" if stopped else "halt" if self.mode == "halt" else "observe"
         report = report_of(hit, self.history, rate=self._rate, eps=self._eps, all_read=all_read)
         if report is None:  # this rank is not to blame

@@ -53,7 +53,7 @@ _LOST_STORE = re.compile(
     r"wait timeout after|keys? .* timed out|client socket has (failed|timed out)",
     re.IGNORECASE,
 )
-# gloo's own word for tensors of different sizes: the rank that says so was wronged, but nobody has left.
+# How gloo reports tensors of different sizes: the rank that reports it did nothing wrong, but no peer is gone.
 _SIZES_DIFFER = re.compile(r"data size doesn't match|op\.preamble\.length")
 # "op.preamble.length <= op.nbytes. 16 vs 8."
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (?P<came>\d{1,20}) vs (?P<expected>\d{1,20})")
@@ -72,10 +72,10 @@ def is_store_loss(text: str) -> bool:
 
 def is_lost_peer(text: str) -> bool:
     """Whether an exception's `type: message` says only that another rank, or the store, went away."""
-    return _tells_of_a_loss(text) and not any(trouble.search(text) for trouble in _OWN_TROUBLE)
+    return _mentions_a_loss(text) and not any(trouble.search(text) for trouble in _OWN_TROUBLE)
 
 
-def _tells_of_a_loss(text: str) -> bool:
+def _mentions_a_loss(text: str) -> bool:
     return not _SIZES_DIFFER.search(text) and (_LOST_PEER.search(text) is not None or is_store_loss(text))
 
 
@@ -88,7 +88,7 @@ def lost_its_peer(error: Mapping[str, Any] | None, code: int | None, number: int
         return is_lost_peer(_oldest(error)) and not is_dead_worker(error)
     # The NCCL watchdog aborts without a Python exception, and its explanation is above a long stack.
     if number == signal.SIGABRT:
-        return _tells_of_a_loss(log_tail)
+        return _mentions_a_loss(log_tail)
     return code == 1 and is_lost_peer(log_tail.rstrip().rpartition("\n")[2])
 
 

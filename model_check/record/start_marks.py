@@ -89,7 +89,7 @@ def read_start_marks(run_dir: RunDir) -> dict[int, Passed]:
 
 
 def who_is_where(marks: Mapping[int, Passed], now: float) -> str | None:
-    """One sentence; None where no rank left a mark, or the start is over on all of them."""
+    """One sentence; None if no rank left a mark, or if the start is over on all ranks."""
     if not marks or all(passed.number >= START_IS_OVER for passed in marks.values()):
         return None
     groups: dict[int, list[int]] = {}
@@ -117,7 +117,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def start_table(run_dir: RunDir) -> list[str]:
-    """The sentence and a row a rank, for a start that did not come to its end; empty where it did."""
+    """The sentence and one row per rank for a start that did not finish; empty if it did."""
     marks = read_start_marks(run_dir)
     seen = [
         float(r["t"]) for r in read_jsonl(run_dir.supervisor_events).records if isinstance(r.get("t"), (int, float))

@@ -207,7 +207,7 @@ class Supervisor:
             note = f"the run could not be examined at its end ({type(error).__name__}: {error})"
             self.verdict = replace(self.verdict, notes=sorted({*self.verdict.notes, note}))
         if (outcome == "interrupted" or self._ended) and before:
-            # Our own signals have since changed the picture: what stood while the ranks lived is the cause.
+            # Our own signals have changed the records since: the findings made while the ranks lived name the cause.
             self.verdict = replace(self.verdict, findings=before)
         if outcome == "failed" and exits is not None:
             exit_code = self._code_of_the_guilty(exits, exit_code)
