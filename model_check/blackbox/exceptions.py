@@ -105,9 +105,9 @@ def _brief(error: BaseException) -> dict[str, Any]:
 
 
 def shown(message: str) -> str:
-    """Words of the script's as an event may carry them: of bounded length, and without its secrets."""
+    """A message of the script as an event may hold it: shortened, and without secrets."""
     told = message[: 16 * _MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
-    # Cut to length afterwards: half a secret is not recognised.
+    # Shortened last, because half a secret would not be recognised.
     return redact_text(told, secret_values(os.environ))[:_MAX_MESSAGE]
 
 

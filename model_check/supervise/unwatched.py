@@ -1,7 +1,7 @@
-"""Evidence of ranks that record themselves (`model_check.observe`) and that no launcher of ours watches.
+"""Gathers evidence of ranks that record themselves (`model_check.observe`) and that no launcher of ours watches.
 
-A launcher takes stacks and samples when a rank has been quiet for too long. Here nobody did, so whoever asks for the
-verdict takes them now, and only of ranks that are quiet: a healthy job is not touched.
+Our launcher takes stacks and samples when a rank has been quiet for too long. Without it, the process that asks for the
+verdict takes them, and only if a rank is quiet: a healthy job is not touched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BETWEEN_ROUNDS_S = 0.5
 def look_at_ranks(
     run_dir: RunDir, request_flight: FlightRequest | None = None, pause: Callable[[float], None] = time.sleep
 ) -> bool:
-    """Whether a rank lives on this host. If one has been quiet, stacks, samples and flight records of all are taken."""
+    """Returns whether a rank lives on this host. If one is quiet, takes stacks, samples and flight records of all."""
     headers = {
         int(found[1]): read_header(path)
         for path in sorted(run_dir.blackbox_dir.glob("rank-*.ring"))
@@ -75,7 +75,7 @@ def _is_quiet(run_dir: RunDir, rank: int) -> bool:
 
 
 def _write_exits(run_dir: RunDir, journal: Journal, ended: Mapping[int, Mapping[str, Any]]) -> None:
-    """Ranks whose process is gone, with the exit code that they announced, if any."""
+    """Records the exit of ranks whose process is gone, with the exit code that they announced, if any."""
     records = read_jsonl(run_dir.supervisor_events).records
     known = {(r.get("rank"), r.get("pid")) for r in records if r.get("event") == "rank_exited"}
     for rank, who in ended.items():
