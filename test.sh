@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# bash test.sh          what is quick: up to 6 minutes on two cores, with a fault of every family and three controls
-# bash test.sh --all    that and the tests marked slow: up to 50 minutes, a fault of every code; what CI runs
+# bash test.sh          all quick tests: up to 6 minutes on two cores, with one fault of every family and three controls
+# bash test.sh --all    the same and the tests marked slow: up to 50 minutes, with one fault of every code; CI runs this
 # bash test.sh --long   the rest that needs no GPU: variants of faults, more kills, long controls
 # bash test.sh --gpu    the tests that need a GPU
 # Anything else is passed on to pytest.
@@ -22,7 +22,7 @@ $bin/mypy
 if [ $# -gt 0 ]; then
   status=0
   $bin/python -m pytest -m "$select" "$@" || status=$?
-  [ "$status" -ne 4 ] || echo "test.sh: pytest cannot take: $*; use --all, --long, --gpu, or a file or flag that pytest knows" >&2
+  [ "$status" -ne 4 ] || echo "test.sh: pytest does not accept: $*; use --all, --long, --gpu, or a file or flag that pytest knows" >&2
   exit "$status"
 fi
 # Tests that promise seconds run one after the other: a neighbour on the same cores would stretch what they measure.

@@ -217,10 +217,10 @@ class Torture:
         return max(steps, default=None)
 
     def _pids_of_attempt(self, number: int) -> Any:
-        """The pids of this attempt's ranks; the evidence of the earlier ones has been set aside by then.
+        """The pids of this attempt's ranks; evidence of earlier attempts is moved away by then.
 
-        Each rank writes its own into its ring before its first step. The launcher's journal may name them later, when a
-        fast machine has nearly finished the run.
+        Each rank writes its pid into its ring before its first step. The launcher's journal may name it only later,
+        when a fast machine has nearly finished the run.
         """
 
         def pids() -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Runs the tests marked `long` and keeps how each ended and how many seconds it took.
 
 python benchmarks/long_tests.py                  all of them
-python benchmarks/long_tests.py -k kills         what follows is passed on to pytest
+python benchmarks/long_tests.py -k kills         all arguments are passed on to pytest
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def read_report(report: Path) -> list[dict[str, Any]]:
-    """One entry for each test of pytest's report; a child element of a test says that it did not pass."""
+    """One entry for each test of pytest's report. A test that did not pass has a child element that says why."""
     return [
         {
             "test": f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}",

@@ -1,4 +1,4 @@
-"""Writes the result of a benchmark, always with the command, date, commit, versions and hardware that it came from."""
+"""Writes the result of a benchmark, always with the command, date, commit, versions and hardware that produced it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def result_path(name: str) -> Path:
 
 
 def write_result(path: Path, body: dict[str, Any], packages: tuple[str, ...] = ("torch",)) -> None:
-    """Versions are those of Python and of `packages`, as far as they are installed."""
+    """Records the versions of Python and of those `packages` that are installed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(origin(packages) | body, indent=1) + "\n")
     print(f"written: {path}", file=sys.stderr)
@@ -43,7 +43,7 @@ def origin(packages: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Ends in -dirty where files differ from it. Empty outside a clone: the test of all results refuses that."""
+    """Ends in -dirty if files differ from the commit. Empty outside a clone; the test of all results rejects that."""
     words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     return subprocess.run(words, cwd=HERE, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -187,7 +187,7 @@ def main() -> None:
     switch = Switch()
 
     def block() -> tuple[float, float]:
-        # The mean: which gradients are read, and what that costs, changes from step to step.
+        # The mean, because the gradients that are read, and their cost, change from step to step.
         start = start_cpu = 0.0
         for number, (x,) in enumerate(DataLoader(data, batch_size=batch)):
             if number == dropped:

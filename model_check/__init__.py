@@ -52,7 +52,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """`model_check.diagnose` is the function, also after the import system has set it to the package of that name."""
+    """Keeps `model_check.diagnose` the function: the import system would set it to the package of the same name."""
 
     @property
     def diagnose(self) -> Any:
@@ -60,7 +60,7 @@ class _Package(ModuleType):
 
     @diagnose.setter
     def diagnose(self, package: ModuleType) -> None:
-        """`from model_check.diagnose import …` needs no attribute."""
+        """Ignores the import system: `from model_check.diagnose import …` works without the attribute."""
 
 
 sys.modules[__name__].__class__ = _Package

@@ -7,6 +7,7 @@ a user's training process, with the base install alone and before torch.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -46,7 +47,10 @@ def observe(run_dir: Path | str | None = None) -> Path:
         )
     _set_guard()
     directory = RunDir.create(given, resuming=True)  # another rank may have made it a moment ago
-    follow(directory.root)
+    try:
+        follow(directory.root)
+    except OSError as error:  # a full disk is our trouble, as under `model-check run`
+        warnings.warn(f"this process is not recorded ({error})", stacklevel=2)
     return directory.root
 
 
@@ -59,9 +63,9 @@ def _set_guard() -> None:
 
 
 def diagnose(run_dir: Path | str) -> Verdict:
-    """What happened to a run, or happens right now, from its run directory. Writes no verdict.json.
+    """The verdict on a run that is over or still going on, from its run directory. Writes no verdict.json.
 
-    Where the ranks live on this host and no launcher of ours watches them, their stacks are taken first.
+    If the ranks are alive on this host and no launcher of ours watches them, their stacks are taken first.
     """
     from model_check.blackbox.service import request
     from model_check.diagnose import examine
@@ -87,7 +91,7 @@ def supervisor_for(
     show: Callable[[Verdict], None],
     fall_silent: Callable[[], None],
 ) -> Supervisor:
-    """A supervisor whose findings come from the rules. What it has to say goes through the three callbacks."""
+    """A supervisor whose findings come from the rules of `diagnose`. It reports through the three callbacks."""
     from model_check.blackbox.service import request
     from model_check.diagnose import Examiner
     from model_check.supervise.supervisor import Supervisor

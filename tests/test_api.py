@@ -201,6 +201,14 @@ def test_observe_brings_neither_torch_nor_a_second_directory(tmp_path: Path) -> 
     assert f"already records into {tmp_path / 'one'}, so it cannot record into two" in done.errors[0]
 
 
+def test_a_script_that_cannot_be_recorded_runs_on(tmp_path: Path) -> None:
+    (tmp_path / "run" / "blackbox" / "rank-00000.ring").mkdir(parents=True)  # as where the disk is full
+    environment = {**plain_environment(), "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", f"{OBSERVE}; print('it ran')"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "it ran\n" and "this process is not recorded" in done.stderr
+
+
 def test_observe_says_which_directory_or_mode_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MODEL_CHECK_RUN_DIR", raising=False)
     with pytest.raises(UsageError, match="MODEL_CHECK_RUN_DIR is not set; name a directory that all ranks share"):

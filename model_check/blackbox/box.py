@@ -168,7 +168,7 @@ class BlackBox:
     # Events
 
     def event(self, name: str, /, **fields: Any) -> None:
-        """Appends to the rank's events, without secrets; says nothing once another process has become this rank."""
+        """Appends to the rank's events, without secrets. Does nothing once another process has become this rank."""
         events, recorder = self._events, self.recorder
         if events is None or recorder is None or not recorder.is_current():
             return

@@ -32,6 +32,7 @@ _MAX_PER_LINE = 3
 _MAX_MESSAGE = 4000
 _MOST_PARTS = 8
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)  # since Python 3.11
+_OUR_PACKAGE = __file__.rpartition("blackbox")[0]  # spelled as in our frames' co_filename
 # Control flow, not faults.
 _ORDINARY = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt, ImportError)
 
@@ -89,7 +90,8 @@ def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _is_ours(trace: TracebackType) -> bool:
-    return is_watching(trace.tb_frame.f_code.co_filename)
+    file = trace.tb_frame.f_code.co_filename
+    return file.startswith(_OUR_PACKAGE) and is_watching(file)
 
 
 def _brief(error: BaseException) -> dict[str, Any]:
@@ -103,9 +105,9 @@ def _brief(error: BaseException) -> dict[str, Any]:
 
 
 def shown(message: str) -> str:
-    """Words of the script's as an event may carry them: of bounded length, and without its secrets."""
+    """A message of the script as an event may hold it: shortened, and without secrets."""
     told = message[: 16 * _MAX_MESSAGE].encode("utf-8", "backslashreplace").decode()
-    # Cut to length afterwards: half a secret is not recognised.
+    # Shortened last, because half a secret would not be recognised.
     return redact_text(told, secret_values(os.environ))[:_MAX_MESSAGE]
 
 

@@ -79,7 +79,7 @@ def _may_become(rank: int, world_size: int | None, store: str) -> bool:
     A live process that has joined or begun to train keeps its rank, and a process group with another size or store is
     not the job's. A rank that has done neither may be a launcher (mp.spawn, a wrapper): it gives up its place to a
     member of a larger group, or of the group that it was meant to join itself. If the job's launcher has numbered all
-    ranks, the size of the job is known before any of them joins.
+    ranks, the size of the job is known before any rank joins.
     """
     run_dir = BOX.run_dir
     if run_dir is None:
@@ -230,7 +230,7 @@ def patch(c10d: Any) -> None:
 
     c10d.destroy_process_group = destroy_process_group
     if c10d.is_initialized():
-        # The script asked to be recorded after it had joined. Ranks that do so cannot know the store, only its port.
+        # The script was already in the group when recording began: the store is unknown, only its port is known.
         native_collectives.install()
         _joined(os.environ.get("MASTER_PORT", ""))
 

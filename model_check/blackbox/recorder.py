@@ -1,7 +1,7 @@
 """The black box's writer: one mmap ring per rank, one `pack_into` per record.
 
 A record is written *before* the thing it names begins, so that a process killed inside it still says where it was.
-The format is rundir.ring's. `put` and `put_collective` are the hot paths: integers only; `begin`, `end` and `point`
+The format is record.ring's. `put` and `put_collective` are the hot paths: integers only; `begin`, `end` and `point`
 are the same with names, for callers that are not in a hurry.
 """
 

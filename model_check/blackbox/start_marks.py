@@ -53,7 +53,7 @@ class StartMarks:
         return self._say is not None
 
     def passed(self, number: int, *, off: str = "") -> None:
-        """Checkpoint `number` is behind this rank. `off`: why what it is named after is not there."""
+        """This rank has passed checkpoint `number`. `off`: why the component it is named after is switched off."""
         if self._pid != os.getpid() or number <= self._passed:
             return
         assert number == self._passed + 1, f"checkpoint {number} follows {self._passed}: the start has lost its order"

@@ -1,4 +1,4 @@
-"""The hook for the room that checks a script's numbers: the black box tells it of every step and knows nothing more."""
+"""The hook through which the black box tells another package of every step, without importing that package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 @dataclass
 class StepFollower:
-    """The module that is told. It is imported at the first step: it needs torch, which must be whole by then."""
+    """The name of the module to tell. It is imported only at the first step, because it needs torch fully imported."""
 
     module: str = ""
 
@@ -19,7 +19,7 @@ class StepFollower:
 
     @property
     def loaded(self) -> ModuleType | None:
-        """None until the first step, and where nobody follows."""
+        """None before the first step, and if no module follows."""
         return sys.modules.get(self.module)
 
 

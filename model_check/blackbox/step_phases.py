@@ -55,7 +55,7 @@ def _numbers(this: Now) -> Any:
 
 
 def _exchange_begins(exchange: Any) -> Any:
-    """Those of an optimizer come too late; a closure that it calls makes its gradients there."""
+    """Tells the watchers of an exchange, but not inside an optimizer, except in the passes of its closure."""
     this = open_here()
     if this.steps is None:  # a thread that has not trained: what it exchanges is no part of a step
         return None

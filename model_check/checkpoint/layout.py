@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from model_check.checkpoint.manifest import MANIFEST
-from model_check.record.process_identity import start_ticks
+from model_check.record.process_identity import place, start_ticks
 
 LATEST = "latest"
 CONTINUES = "continues"
@@ -35,7 +35,8 @@ WRITER = "writer.lock"
 _STEP = re.compile(r"step_(\d+)")
 _COMMITTED = re.compile(r"step_(\d{8,})")
 _ASIDE = re.compile(r"\.(?:staging|replaced|discarded)-.+@(?P<owner>[^@]+)")
-_OWNER = re.compile(r"(?P<host>.*)\.(?P<pid>\d+)(?:-(?P<start>\d+))?")  # earlier versions named no start
+# Earlier versions named neither the place nor the start.
+_OWNER = re.compile(r"(?P<host>[^~]*)(?:~(?P<place>[0-9a-f]+))?\.(?P<pid>\d+)(?:-(?P<start>\d+))?")
 
 
 def folder_name(step: int) -> str:
@@ -49,14 +50,17 @@ def step_of(checkpoint: Path) -> int:
 
 
 def owner() -> str:
-    """Names this process: host, PID and start time. A later run sees from it whether the process still runs."""
-    return f"{socket.gethostname()}.{os.getpid()}-{start_ticks(os.getpid())}"
+    """Names this process, and where its PID counts. A later run sees from it whether the process still runs."""
+    return f"{socket.gethostname()}~{place()}.{os.getpid()}-{start_ticks(os.getpid())}"
 
 
 def owner_lives(owner: str) -> bool | None:
-    """Whether the process that `owner()` named still runs; None where that cannot be known: it is on another host."""
+    """Whether the process that `owner()` named still runs; None where its PID means nothing here.
+
+    That is on another host, and in another container, though its host name may be the same.
+    """
     match = _OWNER.fullmatch(owner)
-    if match is None or match["host"] != socket.gethostname():
+    if match is None or match["host"] != socket.gethostname() or match["place"] not in (None, place()):
         return None
     started = start_ticks(int(match["pid"]))
     return started is not None and match["start"] in (None, str(started))
@@ -150,7 +154,7 @@ def origin(lineage: Path) -> Path | None:
 
 
 def ancestors(lineage: Path) -> list[Path]:
-    """The lineages that this one descends from, resolved, nearest first; some may no longer be there."""
+    """The lineages that this one descends from, as resolved paths, nearest first. Some may have been deleted."""
     found: list[Path] = []
     while (began_from := origin(lineage)) is not None and began_from.parent not in found:
         lineage = began_from.parent

@@ -48,8 +48,8 @@ def write_error_checkpoint(directory: Path, rank: int, step: int, model: nn.Modu
 def remove_leftovers(directory: Path) -> None:
     """Removes claims and half-written files of dead jobs. One rank of the job calls it before training.
 
-    A fresh run has a directory of its own, so half-written files in those beside it go too. What lies there may belong
-    to a live job on another host: only files of dead processes of this host are removed.
+    A fresh run has a directory of its own, so half-written files in the directories beside it are removed too. Files
+    there may belong to a live job on another host, so only files of dead processes of this host are removed.
     """
     for path in [directory / _CLAIM, *directory.glob(_SCRATCH)]:
         with suppress(FileNotFoundError):

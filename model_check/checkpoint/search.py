@@ -37,9 +37,10 @@ def newest(
 ) -> Found:
     """The highest step that verifies and fits, in `lineage` (or its origin), or in any lineage of the directory.
 
-    Without `lineage`, model and data decide which lineages may be continued; of several, those with the same
-    `experiment`. A branch that has gone further than the lineage it began from takes its place. If that leaves a
-    choice, if nothing fits, or if a branch has lost its origin, it raises rather than starting over unasked.
+    Without `lineage`, model and data decide which lineages may be continued. If there are several, only
+    lineages with the same `experiment` count, and a branch that has gone further than the lineage it began from takes
+    its place. If several are still left, nothing fits, or a branch has lost its origin, it raises: it never starts over
+    unasked.
     """
     notes: list[str] = []
     first_misfit: CheckpointError | None = None
@@ -143,15 +144,15 @@ def _of_all_lineages(
     ours = same if len(ours) > 1 else ours
     leading = [(lineage, head) for lineage, head in ours if not _is_overtaken(lineage, head, ours)]
     if len(leading) > 1:
-        what = "several trainings with these settings are there, and none goes on from all the others"
+        what = "several trainings with these settings are there, and none of them continues all the others"
         return _choice(what, [head for _, head in leading], "MC610")
-    # The one that leads descends from all the others; they follow in case it is damaged.
+    # The leading lineage descends from all the others. They are tried after it, in case it is damaged.
     furthest_first = sorted(ours, key=lambda entry: entry[1].step, reverse=True)
     return passed_over + [found for lineage, _ in furthest_first for found in _highest_step_first(lineage)], None
 
 
 def _is_overtaken(lineage: Path, head: Checkpoint, all_of_them: list[tuple[Path, Checkpoint]]) -> bool:
-    """Whether another one descends from this lineage and has gone further. The wall clock may be set back."""
+    """Whether a descendant of this lineage has gone further, by steps: wall-clock time may be set back."""
     return any(
         other_head.step > head.step and lineage.resolve() in layout.ancestors(other)
         for other, other_head in all_of_them

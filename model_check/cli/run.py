@@ -106,12 +106,12 @@ def run(
 def _refuse_flags_of_a_script(*, ranks: bool, memory_limit: bool) -> None:
     if ranks:
         raise UsageError(
-            "--nproc and -m do not go with a command after --, which starts its own ranks",
+            "--nproc and -m cannot be combined with a command after --, which starts its own ranks",
             remedy="give the number of ranks to that command",
         )
     if memory_limit:
         raise UsageError(
-            "--memory-limit-gb does not go with a command after --, which starts its own ranks",
+            "--memory-limit-gb cannot be combined with a command after --, which starts its own ranks",
             remedy="run the script itself: model-check run --nproc 2 train.py",
         )
 

@@ -56,9 +56,9 @@ def make_output_safe() -> None:
 
 
 def _open_closed_streams() -> None:
-    """A stream that the shell has closed (`2>&-`) leads to /dev/null: its number must not go to a file of ours.
+    """Opens /dev/null for streams that the shell closed (`2>&-`), so that no file of ours gets their numbers.
 
-    A command that we start finds it closed, as it would without us.
+    A command that we start still finds them closed, as it would without us.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
         pass

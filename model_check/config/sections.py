@@ -155,7 +155,10 @@ class TrainingSection(Section):
         description="Number format of AdamW's two moments. `8bit` needs the torchao package.",
     )
     num_workers: int = Field(
-        default=0, ge=0, le=128, description="Threads of each rank that assemble batches ahead. 0: none, in the step."
+        default=0,
+        ge=0,
+        le=128,
+        description="Threads per rank that prepare batches ahead. 0: none; each step prepares its own.",
     )
     scheduler: SchedulerSection = SchedulerSection()
     eval_interval: NonNegative = Field(default=0, description="Steps between evaluations. 0: never.")

@@ -129,7 +129,7 @@ def _calls_of(tree: ast.Module, name: str) -> list[int]:
 
 
 def loops_around(frame: Frame) -> list[Loop]:
-    """The loops around a line, innermost first: in its own function, then those around every call of that function."""
+    """The loops around a line, innermost first: in its own function, then around every call of that function."""
     tree = _tree(frame.file, frame.root)
     return _loops_around(tree, frame, frame.line, _MOST_CALLERS) if tree is not None else []
 
@@ -139,7 +139,7 @@ def _loops_around(tree: ast.Module, frame: Frame, line: int, callers: int) -> li
     functions = [node for node in _path_to(tree, line) if isinstance(node, _FUNCTIONS)]
     if not functions or callers == 0:
         return found
-    # An `optimizer.step()` inside a method `step` is no call of that method.
+    # An `optimizer.step()` inside a method named `step` does not call that method.
     calls = [call for call in _calls_of(tree, functions[-1].name) if not _contains(functions[-1], call)]
     around = [_loops_around(tree, frame, call, callers - 1) for call in calls]
     common = [loop for loop in around[0] if all(loop in other for other in around)] if around else []
@@ -210,15 +210,15 @@ def _swallows(tree: ast.Module, node: ast.AST, line: int | None) -> tuple[str, i
         return None
     for handler in node.handlers:
         caught = ast.unparse(handler.type) if handler.type is not None else ""
-        if caught not in _NO_FAULTS and not _speaks_or_ends(handler):
+        if caught not in _NO_FAULTS and not _reports_or_ends(handler):
             return (f"except {caught}:" if caught else "except:"), handler.lineno
     leaving = [inner for inner in node.finalbody if isinstance(inner, _GOES)]
     return (f"finally: {ast.unparse(leaving[0])}", leaving[0].lineno) if leaving else None
 
 
 def _is_silent(tree: ast.Module, given: ast.expr) -> bool:
-    """Whether a context manager swallows exceptions: `suppress`, or one of this file whose `__exit__` returns True or
-    whose `yield` is in a silent `try`.
+    """Whether a context manager swallows exceptions: `suppress`, or one defined in this file whose `__exit__` returns
+    True or whose `yield` is in a silent `try`.
     """
     name = ast.unparse(given.func if isinstance(given, ast.Call) else given).rpartition(".")[2]
     if name == "suppress" and isinstance(given, ast.Call):
@@ -228,7 +228,7 @@ def _is_silent(tree: ast.Module, given: ast.expr) -> bool:
             continue
         if isinstance(made, ast.ClassDef):
             exits = [f for f in made.body if isinstance(f, _FUNCTIONS) and f.name in ("__exit__", "__aexit__")]
-            return any(_returns_true(function) and not _speaks_or_ends(function) for function in exits)
+            return any(_returns_true(function) and not _reports_or_ends(function) for function in exits)
         if isinstance(made, _FUNCTIONS) and any("contextmanager" in ast.unparse(d) for d in made.decorator_list):
             yields = [node.lineno for node in ast.walk(made) if isinstance(node, ast.Yield)]
             tried = [node for node in ast.walk(made) if isinstance(node, ast.Try)]
@@ -241,7 +241,7 @@ def _returns_true(function: ast.AST) -> bool:
     return bool(returned) and all(isinstance(value, ast.Constant) and value.value is True for value in returned)
 
 
-def _speaks_or_ends(handler: ast.AST) -> bool:
+def _reports_or_ends(handler: ast.AST) -> bool:
     """Whether the handler ends the loop, or prints or logs the exception, which would have left a record."""
     for node in ast.walk(handler):
         if isinstance(node, (ast.Raise, ast.Break)):

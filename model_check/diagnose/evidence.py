@@ -274,7 +274,7 @@ class Evidence:
 
     @property
     def quiet_after_s(self) -> float:
-        """How long a rank may leave no record: as the launcher that watches said, else as the steps suggest."""
+        """How long a rank may go without a record: the launcher's threshold, if any, else one from the step times."""
         said = self.stall.get("threshold_s") if self.stall is not None else None
         return float(said) if isinstance(said, (int, float)) else self.stall_threshold_s
 
@@ -283,17 +283,17 @@ class Evidence:
         return since is None or self.now - since >= self.quiet_after_s
 
     def got_further(self, rank: int) -> bool:
-        """Whether it has just recorded more than a poll: it entered a call, or came back from one."""
+        """Whether the rank has just entered a call or returned from one; polling does not count."""
         newest = (c for c in reversed(self.of(rank).crumbs[-NEWEST_RECORDS:]) if c.phase not in POLLING_PHASES)
         last = next(newest, None)
         return last is not None and self.now - last.time_ns / 1e9 < self.quiet_after_s
 
     @cached_property
     def stalled(self) -> bool:
-        """Said by the launcher that watches; of its dead run, by the ages of the open waits.
+        """Whether the job is stalled: as the launcher reports or, if it is dead, by the ages of the open waits.
 
-        The launcher says it before the rings are read: where every rank has gone on since, it will take it back. A job
-        that nobody watches is judged at the last look at it: by the ages of whatever its ranks were doing then.
+        The launcher reports a stall before the rings are read, and withdraws it if every rank has gone on since. A job
+        without our launcher is judged as of the newest look at it, by the ages of whatever its ranks were doing then.
         """
         if self.stall is not None:
             return not self.live or any(self.is_quiet(rank) for rank in self.all_ranks if self.stands(rank))

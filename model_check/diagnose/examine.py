@@ -67,7 +67,7 @@ class Examiner:
             verdict = replace(verdict, outcome=self._previous.outcome, exit_code=self._previous.exit_code)
         for finding in verdict.findings:
             if not live:
-                # Nobody was watching: how long detection took is not in the files, unless it was said before.
+                # Nobody was watching, so the files hold no detection time, unless an earlier verdict gave one.
                 finding.seconds_to_detect = None
             self._detection_times.settle(finding)
         return verdict

@@ -55,7 +55,7 @@ _FROM_ELSEWHERE = (
 )
 _LOCK_CALLS = frozenset({"flock", "fcntl"})
 _LOCKED_FILE = (
-    "look at which process holds the lock of this file: lslocks, or /proc/locks",
+    "find the process that holds the lock of this file: lslocks, or /proc/locks",
     "flock with LOCK_NB, or filelock's timeout=…, turn the wait into an error",
 )
 _WHILE_COMPILING = [
@@ -108,7 +108,7 @@ def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list
 
 
 def _is_starved(evidence: Evidence, number: int) -> bool:
-    """Whether it wants to compute and gets little of a core: the machine is overloaded."""
+    """Whether the rank is ready to compute but gets little CPU time, because the machine is overloaded."""
     stuck = StuckRank(evidence, evidence.of(number))
     return stuck.busy and (stuck.cpu_share or 0.0) < BUSY_SHARE
 
@@ -131,7 +131,7 @@ def classify_stuck_rank(evidence: Evidence, number: int, victims: Iterable[int],
             *facts,
             *no_progress_text(evidence, number, quiet_since),
             *waiting_text(waits, waiting),
-            *([_what_then(stuck, waiting)] if waiting else []),
+            *([_what_follows(stuck, waiting)] if waiting else []),
         ],
         severity="error" if evidence.killed_as_hung else "info" if _is_calm(code, stuck) else "warning",
         step=rank.step,
@@ -143,13 +143,13 @@ def classify_stuck_rank(evidence: Evidence, number: int, victims: Iterable[int],
 
 
 def _is_calm(code: str, s: StuckRank) -> bool:
-    """Nothing is wrong: it makes progress, or does slow work and has not been quiet for a minute."""
+    """Whether nothing is wrong: the rank makes progress, or works slowly and was quiet for less than a minute."""
     if code != "MC220":
         return False
     return s.quiet_s is None or s.quiet_s < _CALM_S or s.busy or s.compiles or bool(sign_of_life(s))
 
 
-def _what_then(s: StuckRank, waiting: Sequence[int]) -> str:
+def _what_follows(s: StuckRank, waiting: Sequence[int]) -> str:
     if s.script_over:
         return f"inferred: rank {s.rank.rank} will not make the call that is missing: its script is over"
     return f"inferred: {ranks_text(waiting)} can go on when rank {s.rank.rank} does"
@@ -385,7 +385,7 @@ def _alive(s: StuckRank, doing: str, facts: Sequence[str]) -> Named:
 
 
 def _blocked_open(s: StuckRank) -> Named | None:
-    """It stays in one `open` that can be interrupted: a pipe without a writer, in whatever phase it is."""
+    """The rank stays in an interruptible `open`, such as that of a pipe without a writer, in whatever phase."""
     opens = s.sample is not None and _READ_CALLS.get(s.sample.syscall) == "to open" and s.state == "S"
     return _user_code(s) if opens and not s.wakes else None
 
@@ -402,15 +402,15 @@ def _user_code(s: StuckRank) -> Named:
     facts += _failed_threads(s)
     if s.evidence.killed_as_hung:
         return "MC219", f"rank {s.rank.rank} is stuck{where}", s.frame, facts, []
-    if reading := _reading(s):
-        facts.append(f"observed: the kernel has it wait {reading}")
+    if reading := _awaited_input(s):
+        facts.append(f"observed: it waits in the kernel {reading}")
         fix = _LOCKED_FILE if s.sample is not None and s.sample.syscall in _LOCK_CALLS else _FROM_ELSEWHERE
         return "MC219", f"rank {s.rank.rank} waits {reading}{where}", s.frame, facts, list(fix)
     quiet = f"has made no progress for {s.quiet_s:.0f} s" if s.quiet_s is not None else "makes no progress"
     return "MC219", f"rank {s.rank.rank} {quiet}{where}", s.frame, facts, []
 
 
-def _reading(s: StuckRank) -> str:
+def _awaited_input(s: StuckRank) -> str:
     """What it waits to read, if it is blocked in a system call that reads."""
     call = s.sample.syscall if s.sample is not None else ""
     if s.busy or s.sample is None or call not in _READ_CALLS | dict.fromkeys(_LOCK_CALLS):

@@ -45,7 +45,7 @@ def sign_of_life(s: StuckRank) -> str:
 
 
 def _newest_progress(s: StuckRank) -> Crumb | None:
-    """Work of its own that it began or completed just now, or a wait that ended just now, while others wait."""
+    """The rank's own work that just began or ended, or a wait that just ended, while other ranks wait."""
     if s.evidence.stall is None:
         return None
     newest = next(filter(_is_progress, reversed(s.rank.crumbs[-NEWEST_RECORDS:])), None)
@@ -107,7 +107,7 @@ def _gets_on(looks: Sequence[ThreadStack], busy: bool, wakes: bool, loop_of: Loo
 
 
 def _computes(looks: Sequence[ThreadStack], busy: bool, loop_of: LoopOf) -> bool:
-    """Whether it is inside one native call without the interpreter lock, and in no loop that may be endless."""
+    """Whether it is inside one native call without the interpreter lock, and not in a loop that may be endless."""
     stacks = {tuple((frame.file, frame.function, frame.line) for frame in thread.frames) for thread in looks}
     if len(looks) < 2 or len(stacks) > 1 or not busy or any(thread.gil for thread in looks):
         return False

@@ -209,7 +209,7 @@ class Reader:
         self._events: dict[int, JsonlTail] = {}
         self._rings: dict[int, FollowedRing] = {}
         self._dumps: dict[Path, tuple[float, Any]] = {}
-        self._in_use: set[Path] = set()  # of those, in this reading
+        self._in_use: set[Path] = set()  # the dumps that the current reading uses
 
     def read(self, *, live: bool, now: float | None = None) -> Evidence:
         damage = self._supervisor.update()
@@ -273,8 +273,12 @@ class Reader:
         name = f"rank-{rank:05d}"
         place = Place.of(header)
         events = tuple(e for e in tail.records if not _of_earlier_life(e, whole(header.get("pid")), began))
-        farewell = _own_farewell(events, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
-        exit = _first_end(farewell, exit)
+        if exit is not None and exit.t < began and exit.pid != header.get("pid"):
+            exit = None  # of an earlier life: a rank that no launcher of ours started says of none that it began
+        announced = _announced_exit(
+            events, rank, whole(header.get("pid")), believed_before if exit is None else math.inf
+        )
+        exit = _first_end(announced, exit)
         files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
         read = partial(read_stacks, show=place.frame)
         dumps = [dump for path in files if (dump := self._cached(path, read)) is not None and dump.rank == rank]
@@ -341,11 +345,11 @@ def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankE
     return exits, starts
 
 
-def _first_end(farewell: RankExit | None, exit: RankExit | None) -> RankExit | None:
+def _first_end(announced: RankExit | None, exit: RankExit | None) -> RankExit | None:
     """A rank that was already leaving when it was told to end had left; one that crashed on its way out had not."""
-    if farewell is None or exit is None:
-        return exit or farewell
-    return farewell if exit.signal in _TOLD_TO_END and farewell.t <= exit.t else exit
+    if announced is None or exit is None:
+        return exit or announced
+    return announced if exit.signal in _TOLD_TO_END and announced.t <= exit.t else exit
 
 
 def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
@@ -354,11 +358,13 @@ def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
     return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and whole(event.get("pid") or pid) != pid)
 
 
-def _own_farewell(events: Iterable[Mapping[str, Any]], rank: int, pid: int, believed_before: float) -> RankExit | None:
-    """A rank that says it leaves with code 0 takes part in nothing any more; its process may need seconds to end.
+def _announced_exit(
+    events: Iterable[Mapping[str, Any]], rank: int, pid: int, believed_before: float
+) -> RankExit | None:
+    """A rank that announces exit code 0 takes part in nothing more, though its process may need seconds to end.
 
-    One that called no exit does not know its code itself: `raise SystemExit(3)` looks like a return from inside. Its
-    process is given time to end with the true one.
+    A rank that did not call exit does not know its code: to it, `raise SystemExit(3)` looks like a return. Its process
+    gets time to end with the true code.
     """
     for record in events:
         if record.get("event") == "exit" and record.get("code") == 0 and record.get("pid") == pid:
@@ -382,7 +388,7 @@ def _last_time(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidenc
 
 def _cores(environment: Any) -> int | None:
     if isinstance(environment, dict):
-        # Earlier versions wrote the cores of the host alone, whatever a container was granted.
+        # Records of earlier versions hold only the cores of the host, not the cores granted to a container.
         for key in ("cores", "cpu_count"):
             if isinstance(environment.get(key), int):
                 return int(environment[key])

@@ -80,7 +80,7 @@ class _Loop(NamedTuple):
 
 
 def _step_loop(rank: RankEvidence) -> _Loop | None:
-    """The loop around the rank's newest step: around the optimizer and the pass before it, or the calls of both."""
+    """The loop around the optimizer step and the pass of the rank's newest step, or around the calls of both."""
     marks = [c for c in rank.crumbs if c.file and (c.event, c.phase) == ("point", "step")][-1:]
     for mark in marks:
         passes = [c for c in rank.crumbs if c.seq < mark.seq and c.phase in ("forward", "backward") and c.file]
@@ -104,7 +104,7 @@ def uneven_steps_finding(evidence: Evidence, short: Sequence[int], victims: Iter
         evidence=[
             *(f"observed: rank {rank} left the loop after {steps_done(evidence.of(rank))} steps" for rank in short),
             *facts,
-            f"inferred: {ranks_text(short)} end{many} earlier by a count or data of {its} own, or skip{many} steps",
+            f"inferred: {ranks_text(short)} end{many} earlier because of {its} own count or data, or skip{many} steps",
         ],
         certainty="proven",
         step=first.step,

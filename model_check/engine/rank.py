@@ -147,7 +147,7 @@ def _train(context: RankContext, order: TrainOrder) -> None:
 
 
 class _Rank:
-    """What every step of the way needs: the order, the place in the job, the run directory, a voice."""
+    """What every stage of a rank's life needs: its order, its place in the job, the run directory, a way to print."""
 
     def __init__(self, context: RankContext, order: TrainOrder) -> None:
         self.order = order
@@ -169,7 +169,7 @@ def _share_cores(place: Place) -> None:
 
 
 def _prepare_data(rank: _Rank) -> PreparedData:
-    """One rank of a host fetches and builds, the others find it done; nobody waits for it in a collective."""
+    """The first rank of a host fetches and builds; the others find the result. No rank waits in a collective."""
     with MARKS.calling("load_tokenizer and prepare"), contextlib.ExitStack() as turn:
         with span("gate", "its turn to prepare the data"):
             turn.enter_context(in_turn(rank.run_dir.root / "start" / f"{os.uname().nodename}.lock"))
@@ -203,7 +203,7 @@ def _say_layout(rank: _Rank, session: Session) -> None:
 
 
 def _resume(rank: _Rank, session: Session) -> Saving | None:
-    """Restores a checkpoint where one was asked for, and opens the saver where this run saves."""
+    """Restores a checkpoint if one was asked for, and opens the saver if this run saves."""
     config, order = rank.config, rank.order
     saves = order.save and config.checkpoint.interval > 0
     peers = Peers() if saves or order.resume else None
@@ -267,7 +267,7 @@ def _run_steps(rank: _Rank, session: Session, saving: Saving | None, stop: _Stop
 def _why_no_wandb(config: Config, place: Place) -> str:
     if not config.logging.wandb:
         return "logging.wandb is false"
-    return "" if place.is_first else "rank 0 alone talks to W&B"
+    return "" if place.is_first else "only rank 0 logs to W&B"
 
 
 def _print_step(rank: _Rank, info: StepInfo) -> None:

@@ -209,11 +209,11 @@ class _CommandJob:
                 self._process.send_signal(number)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        """What these mean is the command's own affair (Slurm warns with SIGUSR1): they would end us, and not it."""
+        """Passes on signals whose meaning only the command knows, such as SIGUSR1, Slurm's warning."""
         self._process.send_signal(number)
 
     def _note_stop(self, number: int) -> None:
-        """Every rank's end is ours from here on, whoever passes the signal on to it."""
+        """Records the request as ours for every rank, whoever passes the signal on to it."""
         self._stop_noted = True
         name = signal.Signals(number).name
         for pid, rank in self._rank_of.items():
@@ -227,7 +227,7 @@ class _CommandJob:
             )
 
     def _press_on(self) -> None:
-        """After the grace, or where somebody asks again, everything goes."""
+        """Ends the command and its ranks after the grace period, or when a second request comes."""
         if self._stop.again is not None:
             why = f"{signal.Signals(self._stop.again).name} again"
             if not self._again_said:

@@ -85,9 +85,9 @@ class RankGroup:
     ) -> None:
         """Sends the signal, waits for the grace period, sends SIGKILL; returns when all are gone.
 
-        A stopped rank is continued: the signal would reach it only then. If `hurry` returns true, the grace period ends
-        at once, and so do processes that clean ranks left behind. If a rank fails meanwhile, the others get at most
-        `lost_s` more.
+        A paused rank is resumed, because the signal would not reach it otherwise. If `hurry` returns true, the grace
+        period ends at once, and so do processes that clean ranks left behind. If a rank fails meanwhile, the others get
+        at most `lost_s` more.
         """
         self.tell(number)
         for rank in self.running:

@@ -14,9 +14,9 @@ from model_check.record.paths import RUN_DIR_VARIABLE
 def injected_environment(
     run_dir: RunDir, environ: Mapping[str, str], bootstrap: str, guard: GuardMode = "observe"
 ) -> dict[str, str]:
-    """Where the run directory is, and the bootstrap's folder in front of PYTHONPATH, before the user's own path.
+    """Names the run directory and the guard, and puts the bootstrap's folder in front of the user's PYTHONPATH.
 
-    `guard`: what happens to a step with numbers that are not finite: it is reported, refused, or not looked for.
+    `guard`: whether a step with numbers that are not finite is reported, refused, or not looked for.
     """
     path = environ.get("PYTHONPATH")
     return {

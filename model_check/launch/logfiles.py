@@ -1,6 +1,6 @@
-"""Where the raw output of the ranks lies: one file per rank in /tmp, linked from the run directory.
+"""The log files of the ranks: their raw output, one file per rank in /tmp, linked from the run directory.
 
-If /tmp has no room, the files lie in the run directory itself: a full disk makes `print` raise in the script.
+If /tmp has no room, the files go into the run directory itself: a full disk would make `print` raise in the script.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Requests to stop sent to the launcher: SIGINT, SIGTERM, SIGHUP, and SIGUSR1, with which Slurm warns of the end.
+"""Requests to stop sent to the launcher: SIGINT, SIGTERM, SIGHUP, and SIGUSR1, Slurm's warning before the end.
 
-For a script of the user's SIGQUIT (Ctrl-\\) is one too, as under torchrun.
+When we run a user's script, SIGQUIT (Ctrl-\\) is one too, as under torchrun.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class StopBeforeStart(Exception):
 class Requests:
     """Which requests to stop came, and whether one of them ends the wait for the ranks' save.
 
-    A Ctrl-C or Ctrl-\\ after any other does, and so does a SIGTERM, but not one that comes at the heels of the first:
-    schedulers repeat theirs, and tell a job's launcher and its whole group. Nor does the SIGTERM after Slurm's warning,
-    which is the first that asks; nor does a terminal that is closed meanwhile.
+    A Ctrl-C or Ctrl-\\ after any other request ends it, and so does a SIGTERM, unless it comes right after the
+    first request: schedulers repeat theirs, and signal both a job's launcher and its whole group. The SIGTERM after
+    Slurm's warning counts as the first request, and a terminal that is closed meanwhile ends nothing.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
-"""The backward passes that went into the gradients of one step, and which of them made these bad.
+"""The backward passes that went into the gradients of one step, and which of them made the gradients bad.
 
-A loss that is not finite tells on its own pass. Behind finite losses only the gradients tell, and they are sums over
-all passes: the pass is known where an early gradient was bad behind it and good before, where its loss code touches a
-pole, or where one of its forwards gives bad gradients once more. Else it is one of several, and that is said.
+A loss that is not finite points at its own pass. If all losses are finite, only the gradients show the fault, and they
+are sums over all passes. The pass is then known if an early gradient was good before it and bad after it, if its loss
+code touches a pole, or if one of its forwards gives bad gradients once more. Otherwise the report says that it was one
+of several.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from model_check.numerics.loss_code import NO_CODE, LossCode
 from model_check.numerics.loss_line import Place
 from model_check.numerics.probes import size_of
 
-_MOST = 1024  # a script that updates its weights by itself never ends a step
-_WITH_CODE = 64  # the newest: it keeps numbers alive
+_MOST_PASSES = 1024  # a script that updates its weights by itself never ends a step
+_WITH_CODE = 64  # newest passes that keep their loss code, which holds tensors in memory
 _ENOUGH_LOOKS = 16
 
 
@@ -36,26 +37,26 @@ class Pass:
     place: Place | None
     code: LossCode = NO_CODE
     hit: Hit | None = None
-    ended: bool = False  # its backward has
-    left: Sequence[Reading] = ()  # the sizes of early gradients when it was over, as far as they were read
+    ended: bool = False  # whether its backward is over
+    left: Sequence[Reading] = ()  # the sizes of early gradients after its backward, as far as they were read
 
     def hit_of_its_loss(self) -> Hit:
-        """Of a loss that is not finite: as it was seen before its backward, or by what was held on to since."""
+        """Describes a loss that is not finite, as seen before its backward or from what has been kept since."""
         return self.hit or Hit.in_forward(float(self.loss.value()), self.calls, self.code, self.place)
 
     def gradients_are_gone(self) -> bool:
-        """Of all that it called. Gradients of 0 say nothing: a batch without a single label has them too."""
+        """Whether no module it called has gradients. Zeros are gradients: a batch without any label gives them too."""
         return bool(self.calls) and all(p.grad is None for call in self.calls for p in call.module.parameters())
 
 
 class Passes:
-    """Those of the step in progress."""
+    """The backward passes of the step in progress."""
 
     def __init__(self) -> None:
-        self._all: deque[Pass] = deque(maxlen=_MOST)
-        self.places: deque[Place] = deque(maxlen=_MOST)  # of all backwards that this step's gradients come from
-        self.scaled: Pass | None = None  # the newest whose loss a GradScaler multiplies
-        self._before: Pass | None = None  # the last backward, where that is one of the passes
+        self._all: deque[Pass] = deque(maxlen=_MOST_PASSES)
+        self.places: deque[Place] = deque(maxlen=_MOST_PASSES)  # of all backwards that this step's gradients come from
+        self.scaled: Pass | None = None  # the newest pass whose loss a GradScaler multiplies
+        self._before: Pass | None = None  # the pass of the last backward, if it has one
 
     def __iter__(self) -> Iterator[Pass]:
         return iter(self._all)
@@ -85,8 +86,8 @@ class Passes:
     def over(self, early: Sequence[Sequence[Any]], *, halt: bool) -> None:
         """Looks at an early gradient of each optimizer, so that a step of several passes can tell which one spoilt it.
 
-        Not on a GPU, but to halt: a kernel for every micro-batch would be paid for in every step. Nor while somebody
-        records every operation of torch's.
+        A GPU is left alone unless the guard halts: a kernel for every micro-batch would cost time in every step.
+        Nothing is read while a torch dispatch mode records every operation.
         """
         this, self._before = self._before, None
         if this is None or torch._C._len_torch_dispatch_stack():
@@ -102,12 +103,12 @@ class Passes:
         self._before = None
 
     def gradient_hit(self, calls: Sequence[Call], own: OwnShare) -> Hit:
-        """Finite losses with gradients that are not."""
+        """The hit of a step whose losses are finite and whose gradients are not."""
         return _gradient_hit(list(self._all), list(self.places), calls, own)
 
 
 class LossLines:
-    """What is asked of each line that computes a loss: a step comes from the same ones again and again."""
+    """What is known of each line that computes a loss, because every step comes from the same few lines."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[Place, tuple[int, int, int]], Place] = {}
@@ -123,7 +124,7 @@ class LossLines:
         return self._places[key]
 
     def code_to_hold(self, root: Any, calls: Sequence[Call], place: Place | None, *, finite: bool) -> LossCode:
-        """Code in which nothing can fail is asked only now and then: it makes the same graph again."""
+        """Code in which nothing can fail is searched only now and then, because it makes the same graph each time."""
         harmless = self._harmless.get(place, 0)
         if harmless >= _ENOUGH_LOOKS and harmless % _ENOUGH_LOOKS:
             self._harmless[place] = harmless + 1
@@ -138,7 +139,7 @@ def nodes_of(calls: Sequence[Call]) -> list[range]:
 
 
 def _gradient_hit(passes: Sequence[Pass], places: Sequence[Place], calls: Sequence[Call], own: OwnShare) -> Hit:
-    """`places`: of all backwards of the step, whatever is known of them."""
+    """`places`: the lines of all backwards of the step, also of those that are not among `passes`."""
     several = len(places) > 1
     guilty = (_first_that_left_bad(passes) or _first_at_a_pole(passes)) if several else None
     if several and not own.clean:

@@ -12,7 +12,7 @@ from model_check.blackbox.step_follower import FOLLOWER
 
 
 def inject_path() -> str:
-    """The folder to put in front of PYTHONPATH: its sitecustomize calls `follow` in every Python below."""
+    """The folder to put in front of PYTHONPATH: its sitecustomize calls `follow` in every child that runs Python."""
     return str(Path(__file__).resolve().parent / "inject")
 
 

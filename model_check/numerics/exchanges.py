@@ -1,13 +1,14 @@
-"""Whose gradients are not finite: those of a foreign script are looked at while they are still this rank's own.
+"""Finds the rank whose gradients are not finite: looks at a foreign script's gradients before ranks exchange them.
 
 Buckets of DistributedDataParallel, units of FSDP and flat buffers of other libraries pass the dispatcher in the middle
-of `backward`, on their way into a reduction: each is looked at there, by its sum. A script that exchanges its gradients
-itself does so after `backward`: all of them are looked at before its first call. Where nothing is exchanged, they are
-looked at when the optimizer is about to step. A GPU answers later, in one copy a pass; nobody waits for it.
+of `backward`, on their way into a reduction. There the sum of each is checked. A script that exchanges its gradients
+itself does so after `backward`: all of them are checked before its first exchange. If nothing is exchanged, they are
+checked when the optimizer is about to step. A GPU answers later, in one copy a pass; nobody waits for it.
 
 Activations are reduced too, in both passes, by tensor parallelism and by batch norms over all ranks: one rank's bad
-number comes back to all of them, and from then on each brings bad gradients. So what goes into those is looked at as
-well, and the number of the first bad one is kept: whoever has the lowest was first.
+number comes back to all of them, and from then on each brings bad gradients. So the
+inputs of these reductions are checked as well, and the number of the first bad one is kept: the rank with the lowest
+number was first.
 
 On the CPU all gradients are read in every step, on a GPU in turns (rotation), or all of them with `--guard full`.
 """
@@ -105,8 +106,8 @@ class _Pieces:
     """What was looked at in the passes of the step in progress."""
 
     looked_at: dict[torch.device, list[Piece]] = field(default_factory=dict)
-    numbers: int = 0  # of gradients, that were read
-    in_full: bool = True  # none was left out, or read in part
+    numbers: int = 0  # how many numbers of gradients were read
+    in_full: bool = True  # no gradient was left out or read only in part
     buckets: int = 0  # whether or not they were read
     exchanges: int = 0  # whether or not they were looked at
     mixed_at: int = 0  # the first of them whose result went on through a pass; 0: none
@@ -118,8 +119,8 @@ class OwnGradients:
     """Looks at the gradients of one process, step by step."""
 
     def __init__(self, *, in_turns: Container[str]) -> None:
-        self.in_turns = in_turns  # kinds of devices whose gradients are not all read in every step
-        self.left_out = False  # something of a step has been
+        self.in_turns = in_turns  # device types whose gradients are read in turns
+        self.left_out = False  # whether a gradient of a step was left out
         self._turn = Turn()
         self._checks: dict[torch.device, LocalCheck] = {}
         self._names: dict[int, str] = {}
@@ -240,7 +241,7 @@ class OwnGradients:
             if tensor.is_cpu:
                 total = torch.sum(tensor, dtype=torch.float32).item()
                 if piece.spreads:
-                    self._pieces.bad_now += [piece] * math.isnan(total)  # infinity is what masks and maxima are made of
+                    self._pieces.bad_now += [piece] * math.isnan(total)  # masks and maxima contain infinities by design
                 elif not math.isfinite(total) and not is_finite(tensor):
                     bad = replace(piece, name=self._named_now(tensor, modules) or piece.name)
                     self._pieces.bad_now.append(bad)
@@ -347,7 +348,7 @@ class OwnGradients:
     # Where nothing was exchanged
 
     def at_the_optimizer(self, parameters: Sequence[Any]) -> Looked | None:
-        """What is known of this step's gradients; None where there are none that can be read."""
+        """What is known of this step's gradients; None if none can be read."""
         if self._looked is None:
             return self._look_at(parameters, before_exchange=not self._exchanged)
         return self._looked

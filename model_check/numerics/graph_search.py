@@ -40,7 +40,7 @@ class Sighting:
 
     @property
     def was_given_it(self) -> bool:
-        """No operation made it: the first that is known of was handed it, and by no parameter."""
+        """Whether the first known operation already received the bad number, and not from a parameter."""
         return self.made is not None and not self.made.made_it and not self.given
 
 

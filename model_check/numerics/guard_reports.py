@@ -1,4 +1,4 @@
-"""What is told of a foreign script's bad step, and whether the step is refused."""
+"""Reports a foreign script's bad step, and refuses the step if the guard halts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model_check.numerics.step_history import History
 
 
 class Reports:
-    """Those of one thread. Once weights are not finite, every later step says the same: one is enough."""
+    """The reports of one thread. One is enough: once weights are not finite, every later step would repeat it."""
 
     def __init__(self, mode: GuardMode) -> None:
         self.mode = mode
@@ -23,9 +23,9 @@ class Reports:
         self.told = False
         self._rate = math.nan
         self._eps: float | None = None
-        self._refused: tuple[str, str | None] | None = None  # in words, and the code of the cause if it is known
+        self._refused: tuple[str, str | None] | None = None  # the message, and the code of the cause if it is known
         self._told_harmless = False
-        self._untold: dict[str, Any] | None = None
+        self._held_back: dict[str, Any] | None = None
 
     @property
     def on(self) -> bool:
@@ -46,9 +46,9 @@ class Reports:
             raise NumericsError(said, remedy="the run was started with --guard halt", code=code)
 
     def harmless(self, step: int, bad: Pass, optimizer: Any) -> None:
-        """A loss that is not finite although its gradients are: told once, for the script's own log shows it.
+        """Prepares one report of a loss that is not finite although its gradients are; the script's log shows the rest.
 
-        Not before the step is over: the gradients of a second optimizer are still to be seen.
+        `flush` writes it when the step is over: until then the gradients of a second optimizer may turn out bad.
         """
         if self._told_harmless:
             return
@@ -56,24 +56,24 @@ class Reports:
         hit = bad.hit_of_its_loss()
         report = report_of(hit, self.history, rate=self._rate)
         if report is not None:
-            unspoilt = "observed: every gradient is finite all the same, so the step spoils no weight"
-            report = {**report, "evidence": [*report["evidence"], unspoilt]}
+            harmless = "observed: every gradient is still finite, so the step spoils no weight"
+            report = {**report, "evidence": [*report["evidence"], harmless]}
             grad_norm = math.hypot(*(size.value() for size in all_sizes(Probed.of(optimizer).all)))
             told = {"step": step, "loss": hit.loss, "grad_norm": grad_norm, "action": "observe", "spoils": False}
-            self._untold = {**told, **report}
+            self._held_back = {**told, **report}
 
     def flush(self) -> None:
         """Writes what was held back until the step was over."""
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            BOX.event("nonfinite", **untold)
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            BOX.event("nonfinite", **held_back)
 
     def tell(
         self, step: int, hit: Hit, grad_norm: float | None, *, all_read: bool, stopped: bool = False, **more: Any
     ) -> None:
         """`all_read`: no gradient was left out."""
         self.told = True
-        self._untold = None
+        self._held_back = None
         action = "stopped" if stopped else "halt" if self.mode == "halt" else "observe"
         report = report_of(hit, self.history, rate=self._rate, eps=self._eps, all_read=all_read)
         if report is None:  # this rank is not to blame
@@ -93,6 +93,6 @@ def _refusal(step: int, report: Mapping[str, Any] | None) -> tuple[str, str | No
 
 
 def _in_words(report: Mapping[str, Any]) -> str:
-    """div at train.py:17 in forward"""
+    """Such as `div at train.py:17 in forward`."""
     op, function = report.get("op"), report.get("function")
     return (f"{op} at " if op else "look at ") + str(report["location"]) + (f" in {function}" if function else "")

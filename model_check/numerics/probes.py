@@ -21,7 +21,7 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 @dataclass(frozen=True)
 class Probed:
-    """The parameters of an optimizer: those of which one is looked at in every step, and all that are trained."""
+    """An optimizer's parameters: `early` ones, one of which is probed in every step, and all that are trained."""
 
     early: tuple[Any, ...]
     all: list[Any]

@@ -1,10 +1,10 @@
-"""Which part of a step's gradients is read where reading all of them in every step would cost too much.
+"""Selects the gradients to read in a step if reading all of them in every step would cost too much.
 
-Reading a gradient takes memory bandwidth, whatever the script computes, and each kernel holds up the others. On a GPU
-every eighth bucket is read in full, other ones in the next step, so that after eight steps each has had its turn. The
-last two buckets before the optimizer are looked at in every step: a bad number that spreads on its way back from the
-loss has reached them by then. Of those one group of 32 numbers in eight is read, other groups in the next step: every
-row of a weight has many groups.
+Reading a gradient takes memory bandwidth, whatever the script computes, and each kernel delays the others. On a GPU
+every eighth bucket is read in full. The next step reads other buckets, so each has its turn within eight steps. The
+last two buckets before the optimizer are checked in every step: a bad number that spreads on its way back from the
+loss has reached them by then. One in eight of their groups of 32 numbers is read, and other groups in the next step.
+That is enough, because every row of a weight has many groups.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Turn:
     """What is read in one step."""
 
     step: int = 0
-    buckets: int = 0  # in the step before; 0: not known yet
+    buckets: int = 0  # number of buckets in the previous step; 0: not known yet
 
     def of_bucket(self, bucket: torch.Tensor, number: int) -> torch.Tensor | None:
-        """What is read of a bucket, all or a part of it; None: nothing. Buckets are counted from 1."""
+        """The part of a bucket to read: all of it, some groups, or None. `number` counts from 1."""
         if number % TURNS == self.step % TURNS:
             return bucket
         return self._groups(bucket) if number > self.buckets - LAST else None
 
     def of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """An eighth in one piece, because torch reads many tensors at once only if they are contiguous."""
+        """One contiguous eighth, because torch reads many tensors at once only if they are contiguous."""
         if _read_in_full(gradient):
             return gradient
         length = -(-gradient.numel() // (_GROUP * TURNS)) * _GROUP
@@ -41,7 +41,7 @@ class Turn:
         return gradient.view(-1)[start : start + length]
 
     def _groups(self, bucket: torch.Tensor) -> torch.Tensor:
-        """Every eighth group of its numbers. The rest of the last groups is read when it is the bucket's turn."""
+        """Every eighth group of 32 numbers. The remainder at the end is read only when the whole bucket is."""
         if _read_in_full(bucket):
             return bucket
         whole = bucket.numel() // (_GROUP * TURNS) * _GROUP * TURNS

@@ -1,13 +1,13 @@
 """The numerics guard of a foreign script: who made the first number that is not finite, where, and why.
 
-Each rank checks its own loss when `backward` begins and its own gradients when they are about to be reduced, before any
-peer's arrive (exchanges). What comes back is probed when the optimizer is about to step: a bad gradient travels through
-every layer before the place where it arose, so one of the first parameters tells. The loss of a
-GPU is copied behind its kernels and read when the optimizer is called: by then the forward is long over, so nobody
-waits. A bad gradient there is known one step later, unless the script itself waits for the device in between.
-Where a script takes the norm of its gradients, to clip them or to show it, that norm is looked at too: it has read them
-all. On a GPU the gradients take turns (rotation), unless `--guard full` asks for all of them in every step; with
-`--guard halt` they are waited for too: a promise to refuse must not be a sample.
+Each rank checks its own loss when `backward` begins and its own gradients when they are about to be reduced, before
+any peer's arrive (exchanges). What comes back is probed when the optimizer is about to step: a bad gradient travels
+through every layer before the place where it arose, so one of the first parameters shows it. The loss of a GPU is
+copied behind its kernels and read when the optimizer is called: by then the forward is long over, so nobody waits. A
+bad gradient there is known one step later, unless the script itself waits for the device in between. If a script takes
+the norm of its gradients, to clip them or to show it, that norm is checked too: it has read all gradients. On a GPU
+the gradients are read in turns (rotation). `--guard full` reads all of them in every step. `--guard halt` also waits
+for them, because a guard that promises to refuse a bad step cannot rely on a sample.
 
 On a hit the rank runs its own forward once more (replaying), and writes a `nonfinite` event if it is to blame. The
 script's results are never changed, unless it was started with `--guard halt`: then the step is refused.
@@ -409,7 +409,7 @@ class Guard:
         return this
 
     def _sizes(self, optimizer: Any) -> list[Reading]:
-        """The size of an early gradient; to halt, of all."""
+        """The size of one early gradient, or of all gradients if the guard halts."""
         probed = self._probed.get(optimizer)
         if probed is None:
             probed = self._probed[optimizer] = Probed.of(optimizer)
@@ -426,7 +426,7 @@ class Guard:
         self._passes.over([probed.early for probed in self._probed.values()], halt=self._waits)
 
     def _found(self, step: int, hit: Hit, grad_norm: float) -> None:
-        """Raises NumericsError where the step is refused."""
+        """Raises NumericsError if the step is refused."""
         self.reports.tell(step, hit, grad_norm, all_read=not self._own.left_out)
         self.forget()
         self.reports.refuse_if_halted()

@@ -1,6 +1,6 @@
 """The control groups of a process, and how many cores they leave it.
 
-`docker --cpus 2` and a CPU limit of Kubernetes leave all cores of the host in sight and grant the time of two.
+`docker --cpus 2` and a CPU limit of Kubernetes show all cores of the host, but may grant only the time of two.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the text of a rank's error is about: trouble of its own, or only that another rank or the store is gone.
+"""Tells from the text of a rank's error whether the rank failed by itself, or only lost another rank or the store.
 
-A rank whose error only says that a peer is gone is a victim, never the cause. The launcher, which names the first
-failure, and the verdict ask the same question here.
+A rank whose error only says that a peer is gone is a victim, never the cause. The launcher uses these rules to name the
+first failure, and the verdict uses the same ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICE_LOST = re.compile(
     re.I,
 )
 NO_ROOM = re.compile(r"No space left on device|Disk quota exceeded|\[Errno 27\] File too large", re.I)
-# A wrong call may well quote the name of a store.
+# The message of a wrong call may quote the name of a store.
 _WRONG_CALL = re.compile(r"^(Type|Attribute|Name|Import|ModuleNotFound)Error\b")
 _OWN_TROUBLE = (PORT_TAKEN, DEVICE_OOM, HOST_OOM, DEVICE_ASSERT, DEVICE_LOST, NO_ROOM, _WRONG_CALL)
 
@@ -53,7 +53,7 @@ _LOST_STORE = re.compile(
     r"wait timeout after|keys? .* timed out|client socket has (failed|timed out)",
     re.IGNORECASE,
 )
-# gloo's own word for tensors of different sizes: the rank that says so was wronged, but nobody has left.
+# How gloo reports tensors of different sizes: the rank that reports it did nothing wrong, but no peer is gone.
 _SIZES_DIFFER = re.compile(r"data size doesn't match|op\.preamble\.length")
 # "op.preamble.length <= op.nbytes. 16 vs 8."
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (?P<came>\d{1,20}) vs (?P<expected>\d{1,20})")
@@ -72,23 +72,23 @@ def is_store_loss(text: str) -> bool:
 
 def is_lost_peer(text: str) -> bool:
     """Whether an exception's `type: message` says only that another rank, or the store, went away."""
-    return _tells_of_a_loss(text) and not any(trouble.search(text) for trouble in _OWN_TROUBLE)
+    return _mentions_a_loss(text) and not any(trouble.search(text) for trouble in _OWN_TROUBLE)
 
 
-def _tells_of_a_loss(text: str) -> bool:
+def _mentions_a_loss(text: str) -> bool:
     return not _SIZES_DIFFER.search(text) and (_LOST_PEER.search(text) is not None or is_store_loss(text))
 
 
 def lost_its_peer(error: Mapping[str, Any] | None, code: int | None, number: int | None, log_tail: str) -> bool:
     """Whether a rank that failed is a victim, by its exception or, without one, by the end of its log.
 
-    Of a chain the oldest exception decides: what a cleanup raises later is no cause.
+    The oldest exception of a chain decides: an exception raised later, during cleanup, is not the cause.
     """
     if error is not None:
         return is_lost_peer(_oldest(error)) and not is_dead_worker(error)
     # The NCCL watchdog aborts without a Python exception, and its explanation is above a long stack.
     if number == signal.SIGABRT:
-        return _tells_of_a_loss(log_tail)
+        return _mentions_a_loss(log_tail)
     return code == 1 and is_lost_peer(log_tail.rstrip().rpartition("\n")[2])
 
 
@@ -99,7 +99,7 @@ def _oldest(error: Mapping[str, Any]) -> str:
 
 
 def is_dead_worker(error: Mapping[str, Any]) -> bool:
-    """The rank's loader found out that a worker process of its own has died."""
+    """Whether the error says that a worker process of the rank's data loader has died."""
     kind = str(error.get("root_type") or error.get("type") or "").rpartition(".")[2]
     said = f"{error.get('message') or ''} {error.get('root_message') or ''}"  # torch raises it from queue.Empty
     broken = kind in _BROKEN_LINK and _in_loader(error) and not error.get("origin")
@@ -107,7 +107,7 @@ def is_dead_worker(error: Mapping[str, Any]) -> bool:
 
 
 def frames_told(error: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The frames that an exception's record holds, the user's own last."""
+    """The frames in the record of an exception, the user's frame last."""
     frames = error.get("frames")
     found: list[Mapping[str, Any]] = [f for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
     given = error.get("user_frame")

@@ -121,7 +121,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_tail(path: Path) -> str:
-    """The end of a log, where a process says why it ends; empty where there is none."""
+    """The end of a log, where a process says why it ends; empty if there is no log."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)

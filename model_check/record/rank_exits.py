@@ -29,7 +29,7 @@ _LONGEST = 200  # of a message on the launcher's own line; the log and the verdi
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended: with a `code` or by a `signal`; neither is known of one that is only gone.
+    """How a rank ended: with a `code` or by a `signal`. Both are None if we only know that it is gone.
 
     `signalled_at`: when we told it to end, if we did. Times are CLOCK_MONOTONIC seconds.
     """
@@ -80,13 +80,13 @@ class RankExit:
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports it: the code, or 128 + the signal, which is SIGKILL where nobody knows."""
+        """As a shell reports it: the code, or 128 + the signal, assumed to be SIGKILL if unknown."""
         return self.code if self.code is not None else 128 + (self.signal or signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class FailedRank:
-    """A failed rank with what is known of why."""
+    """A failed rank, and what is known about the reason."""
 
     exit: RankExit
     error: dict[str, Any] | None

@@ -20,7 +20,7 @@ _SECRET_PART = (
 _SECRET_NAME = re.compile(_SECRET_PART, re.IGNORECASE)
 # One slash where a URL went through a path library.
 _URL_USER = re.compile(r"(?<=:/)(/?)[^/?#\s]*@")
-# `&` as HTML and JSON write it; the value of a parameter that is no secret may hold another URL.
+# Also `&` as HTML and JSON escape it. Other parameters are not consumed: their value may be a URL with a secret.
 _URL_PARAMETER = re.compile(
     rf"((?:[?&]|&amp;|&#38;|\\u0026|\\x26)(?:[\w.-]{{0,60}}(?:{_SECRET_PART})[\w.-]{{0,60}}|(?:[\w.-]{{0,60}}[-_.])?sig)=[\"']?)"
     r"[^&#\s\"'<>]+",
@@ -30,7 +30,7 @@ _KNOWN_SHAPE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}"
     r"|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl(?:pat|dt|rt|cbt|ptt|ft|soat|imt|agent|oas)-[\w-]{16,}(?:\.[\w-]+)*"
     r"|A[KS]IA[A-Z0-9]{16}|xox[abeoprs]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{10,}|hooks\.slack\.com/services/[\w/]+"
-    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|AIza[\w-]{35}|ya29\.[\w-]{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}"
+    r"|(?<![\w-])eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|AIza[\w-]{35}|ya29\.[\w-]{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}"
     r"|dckr_pat_[\w-]{16,}|dop_v1_[a-f0-9]{32,}|dapi[a-f0-9]{32}|nvapi-[\w-]{16,}|gsk_[A-Za-z0-9]{20,}"
     r"|r8_[A-Za-z0-9]{30,}|hv[sb]\.[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,})"
 )
@@ -54,7 +54,7 @@ _QUOTED = re.compile(
 )
 _SIGNATURE = r"(?<![^\W_])sig(?:nature)?"
 _SIGNED = re.compile(rf"({_SIGNATURE}=)(?![\w.]*[(\[])[\w%+/=.~-]{{16,}}", re.IGNORECASE)
-# As a header, in a dictionary or a list of pairs. A digit tells it from the name of a function.
+# In a header, a dictionary or a list of pairs. Only a value with a digit counts: others may be names of functions.
 _SIGNED_PAIR = re.compile(
     rf"({_SIGNATURE}[\"']?\s*[=:,][\s\"'\[(]*)(?![\w.]*[(\[])(?=[a-z%+/=.~_-]*\d)[\w%+/=.~-]{{16,}}", re.IGNORECASE
 )
@@ -111,7 +111,7 @@ def _names_in(word: str) -> list[str]:
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """Redacts the given secrets, well-known tokens, and secrets in URLs, headers and connection strings.
 
-    A percent-encoded word is looked into, and is written without its encoding if it holds a secret.
+    A percent-encoded word is decoded and searched too. If it holds a secret, it is written decoded.
     """
     secrets = list(secrets)
     shown = _redact_unencoded(text, secrets)
@@ -126,8 +126,8 @@ def _redact_encoded(word: str, secrets: Iterable[str]) -> str:
             break
         shown = _redact_unencoded(decoded, secrets)
         holds_secret = holds_secret or shown != decoded
-    # Spaces and line breaks stay encoded: it was one word.
-    return quote(shown, safe=string.punctuation) if holds_secret else word
+    # Spaces and line breaks stay encoded, so that it remains one word. A path may hold bytes that are no text.
+    return quote(shown, safe=string.punctuation, errors="backslashreplace") if holds_secret else word
 
 
 def _redact_unencoded(text: str, secrets: Iterable[str]) -> str:

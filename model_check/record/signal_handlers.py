@@ -1,4 +1,4 @@
-"""Signal handlers that leave alone what was ignored when the process began."""
+"""Installs signal handlers, except for signals that were ignored when the process began."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The Python stacks of a process at one moment: `stacks/rank-00001.2.json`, taken by the supervisor, read by the rules.
 
-The second number counts the rounds of the run; `.look-3` behind it is a quick look between two rounds. The dump of a
-child of the rank has the child's pid as well.
+The second number counts the rounds of the run. A quick look between two rounds appends `.look-3`. The dump of a child
+process of the rank also has the child's pid in its name.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class ProcessStacks:
-    """All threads of one process at one moment, how they were obtained, and what the process is to which rank."""
+    """All threads of one process at one moment, how they were obtained, and to which rank they belong."""
 
     pid: int
     t: float
@@ -166,7 +166,7 @@ class ProcessStacks:
 
 
 def read_stacks(path: Path, show: Callable[[Frame], Frame] = lambda frame: frame) -> ProcessStacks | None:
-    """One dump, its frames as `show` gives them, or None where the file is not one."""
+    """The dump in this file, with its frames passed through `show`; None if the file is not a dump."""
     body = read_json(path)
     if not isinstance(body, dict):
         return None

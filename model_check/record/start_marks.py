@@ -1,7 +1,7 @@
 """The twelve checkpoints of a start: their names, how ranks leave them in their events, and who is where.
 
-A rank appends `{"event": "checkpoint_mark", "number": 5, "name": "Model created"}` when it has passed one. From these
-a start that stopped is one sentence: "rank 0 passed 9, rank 1 is still before 9 (metrics writer), 34 s".
+A rank appends `{"event": "checkpoint_mark", "number": 5, "name": "Model created"}` when it has passed one. One
+sentence then describes a start that got stuck: "rank 0 passed 9, rank 1 is still before 9 (metrics writer), 34 s".
 
 The names are those of the earlier guides, because people look for them in their logs. Evidence names what runs here.
 """
@@ -53,7 +53,7 @@ class Passed:
 
     number: int
     t: float
-    off: str = ""  # why what the checkpoint is named after is not there
+    off: str = ""  # why the component that the checkpoint is named after is switched off
 
 
 def name_of(number: int) -> str:
@@ -89,7 +89,7 @@ def read_start_marks(run_dir: RunDir) -> dict[int, Passed]:
 
 
 def who_is_where(marks: Mapping[int, Passed], now: float) -> str | None:
-    """One sentence; None where no rank left a mark, or the start is over on all of them."""
+    """One sentence; None if no rank left a mark, or if the start is over on all ranks."""
     if not marks or all(passed.number >= START_IS_OVER for passed in marks.values()):
         return None
     groups: dict[int, list[int]] = {}
@@ -117,7 +117,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def start_table(run_dir: RunDir) -> list[str]:
-    """The sentence and a row a rank, for a start that did not come to its end; empty where it did."""
+    """The sentence and one row per rank for a start that did not finish; empty if it did."""
     marks = read_start_marks(run_dir)
     seen = [
         float(r["t"]) for r in read_jsonl(run_dir.supervisor_events).records if isinstance(r.get("t"), (int, float))

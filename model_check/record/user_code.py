@@ -19,7 +19,7 @@ _LIBRARY = re.compile(
 _STDLIB = tuple(
     path.rstrip("/") + "/" for key in ("stdlib", "platstdlib") if (path := sysconfig.get_paths().get(key)) is not None
 )
-# The last two are what earlier versions called them.
+# The last two are the names of these rooms in the records of earlier versions.
 _WATCHING_ROOMS = ("record/", "blackbox/", "numerics/", "supervise/", "launch/", "observe/", "rundir/")
 _DOORS = ("cli/", "engine/rank.py")
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -45,24 +45,25 @@ def is_ours(path: str) -> bool:
 
 
 def is_watching(path: str) -> bool:
-    """Ours, and it only watches: never the program itself."""
+    """Whether a file is ours and only watches, so that it is never the program itself."""
     return _inside_package(path).startswith(_WATCHING_ROOMS)
 
 
 def is_trainer(path: str) -> bool:
-    """Ours, and the program itself where somebody runs our trainer."""
+    """Whether a file is ours and belongs to the program itself when our trainer runs."""
     inside = _inside_package(path)
     return bool(inside) and not inside.startswith(_WATCHING_ROOMS)
 
 
 def is_door(path: str) -> bool:
-    """Where a run of our trainer begins: whatever called it is only a way in."""
+    """Whether a run of our trainer begins in this file, so that its callers do not matter."""
     return _inside_package(path).startswith(_DOORS)
 
 
 def _inside_package(path: str) -> str:
+    """A checkout of that name may hold the environment: the packages in it are libraries."""
     _, found, inside = f"/{path}".replace("\\", "/").rpartition("/model_check/")
-    return inside if found else ""
+    return inside if found and not _LIBRARY.search(f"/{inside}") else ""
 
 
 @lru_cache(maxsize=1)
@@ -72,6 +73,6 @@ def _our_files() -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _is_console_script(path: str) -> bool:
-    """What pip writes beside the interpreter for a package's command (torchrun, model-check)."""
+    """Whether pip wrote this script beside the interpreter for a package's command (torchrun, model-check)."""
     file = Path(path)
     return not file.suffix and file.parent.name in ("bin", "Scripts") and (file.parent / "python3").exists()

@@ -48,13 +48,13 @@ class Finding:
 
 
 class DetectionTimes:
-    """The seconds it took to name each fault. The first naming counts: a later one of the same fault is no news."""
+    """The seconds it took to name each fault. Only the first naming of a fault counts."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, tuple[int, ...]], float] = {}
 
     def settle(self, finding: Finding, otherwise: float | None = None) -> None:
-        """Gives a finding the time of its first naming; `otherwise`, where the rule knew none."""
+        """Sets a finding's time to that of its first naming. `otherwise` is used if the rule knew no time."""
         key = (finding.code, tuple(finding.ranks))
         seconds = finding.seconds_to_detect if finding.seconds_to_detect is not None else otherwise
         if key not in self._known and seconds is not None:

@@ -27,7 +27,7 @@ from model_check.supervise.memorykills import MemoryKillWatch
 
 _CHILDREN_PER_RANK = 4
 _FLIGHT_WAIT_S = 2.0
-_KEPT_FILES = 256  # newest of each kind and rank: a long run stalls often, and every look reads all of them
+_KEPT_FILES = 256  # newest files kept per kind and rank: a long run stalls often, and every look reads all of them
 _TELLING = re.compile(r'"event": "(exception|exit|raised|swallowed_exception)"')
 _PORT_NUMBER = re.compile(r"port:?\s*(\d{2,5})")
 
@@ -91,7 +91,7 @@ class Gatherer:
                     self._keep(rank, path)
 
     def _keep(self, rank: int, path: Path) -> None:
-        """Counts the file in, and removes the oldest one beyond the limit."""
+        """Remembers a new file, and removes the oldest one if there are more than the limit."""
         kept = self._written[path.parent, rank]
         kept.append(path)
         if len(kept) > _KEPT_FILES:
@@ -109,7 +109,7 @@ class Gatherer:
             fault_signal=stacks.signal_number(signal_name),
         )
         if in_passing and taken.source != "py-spy":
-            return None  # the kernel knows no source lines: the previous round says more
+            return None  # a stack from the kernel has no source lines, so the previous round says more
         process = "rank" if is_rank else "loader_worker" if taken.is_loader_worker else "child"
         round = f"{self._stack_round}" + (f".look-{self._looks}" if self._looks else "")
         return replace(taken, rank=rank, process=process).write(self._run_dir, round)

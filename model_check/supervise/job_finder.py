@@ -78,7 +78,7 @@ def _found(pid: int, rank: int | None) -> FoundRank:
 
 
 def _recorded_in(pid: int) -> str | None:
-    """The run directory of a rank that records itself: it has its ring mapped."""
+    """The run directory of a rank that records itself, from the ring file that is mapped into its memory."""
     rings = (_RING.fullmatch(path) for path in processes.mapped_files(pid))
     return next((found[1] for found in rings if found), None)
 

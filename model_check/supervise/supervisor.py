@@ -203,11 +203,11 @@ class Supervisor:
         try:
             self._gather.memory_kills()
             self._examine_now(time.monotonic(), live=False)
-        except Exception as error:  # the job has its exit code, whatever we can read of it
+        except Exception as error:  # the job keeps its exit code even if its records cannot be read
             note = f"the run could not be examined at its end ({type(error).__name__}: {error})"
             self.verdict = replace(self.verdict, notes=sorted({*self.verdict.notes, note}))
         if (outcome == "interrupted" or self._ended) and before:
-            # Our own signals have since changed the picture: what stood while the ranks lived is the cause.
+            # Our own signals have changed the records since: the findings made while the ranks lived name the cause.
             self.verdict = replace(self.verdict, findings=before)
         if outcome == "failed" and exits is not None:
             exit_code = self._code_of_the_guilty(exits, exit_code)

@@ -1,7 +1,7 @@
-"""Evidence of ranks that record themselves (`model_check.observe`) and that no launcher of ours watches.
+"""Gathers evidence of ranks that record themselves (`model_check.observe`) and that no launcher of ours watches.
 
-A launcher takes stacks and samples when a rank has been quiet for too long. Here nobody did, so whoever asks for the
-verdict takes them now, and only of ranks that are quiet: a healthy job is not touched.
+Our launcher takes stacks and samples when a rank has been quiet for too long. Without it, the process that asks for the
+verdict takes them, and only if a rank is quiet: a healthy job is not touched.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from model_check.record import RunDir, read_jsonl
@@ -28,7 +29,7 @@ _BETWEEN_ROUNDS_S = 0.5
 def look_at_ranks(
     run_dir: RunDir, request_flight: FlightRequest | None = None, pause: Callable[[float], None] = time.sleep
 ) -> bool:
-    """Whether a rank lives on this host. If one has been quiet, stacks, samples and flight records of all are taken."""
+    """Returns whether a rank lives on this host. If one is quiet, takes stacks, samples and flight records of all."""
     headers = {
         int(found[1]): read_header(path)
         for path in sorted(run_dir.blackbox_dir.glob("rank-*.ring"))
@@ -37,6 +38,18 @@ def look_at_ranks(
     pids = {rank: pid for rank, who in headers.items() if (pid := live_pid(who)) is not None}
     if not pids:
         return False
+    with suppress(OSError):  # of a directory that may only be read, the verdict is made of what is there
+        _take_evidence(run_dir, headers, pids, request_flight, pause)
+    return True
+
+
+def _take_evidence(
+    run_dir: RunDir,
+    headers: Mapping[int, Mapping[str, Any]],
+    pids: Mapping[int, int],
+    request_flight: FlightRequest | None,
+    pause: Callable[[float], None],
+) -> None:
     journal = Journal(run_dir)
     gather = Gatherer(run_dir, journal, request_flight)
     try:
@@ -51,7 +64,6 @@ def look_at_ranks(
     finally:
         gather.close()
         journal.close()
-    return True
 
 
 def _is_quiet(run_dir: RunDir, rank: int) -> bool:
@@ -63,7 +75,7 @@ def _is_quiet(run_dir: RunDir, rank: int) -> bool:
 
 
 def _write_exits(run_dir: RunDir, journal: Journal, ended: Mapping[int, Mapping[str, Any]]) -> None:
-    """Ranks whose process is gone, with the exit code that they announced, if any."""
+    """Records the exit of ranks whose process is gone, with the exit code that they announced, if any."""
     records = read_jsonl(run_dir.supervisor_events).records
     known = {(r.get("rank"), r.get("pid")) for r in records if r.get("event") == "rank_exited"}
     for rank, who in ended.items():

@@ -137,6 +137,7 @@ def test_a_signed_url_never_shows_its_signature(
         ("conn=AccountName%3Dme%3BAccountKey%3DaB3aB3%3D%3D%3BE%3D1", f"conn=AccountName=me;AccountKey={REDACTED};E=1"),
         ("AccountKey%3DaB3aB3%253D next%20word", f"AccountKey={REDACTED} next%20word"),
         ("u=https%3A%2F%2Fme%3Apass%40host%2Fx%20y", f"u=https://{REDACTED}@host/x%20y"),
+        ("/data/\udcff/x%3Ftoken%3DaB3aB3", rf"/data/\udcff/x?token={REDACTED}"),  # a path that is not UTF-8
     ],
 )
 def test_a_percent_encoded_secret_is_redacted(text: str, shown: str) -> None:

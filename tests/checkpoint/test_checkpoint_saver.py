@@ -212,15 +212,18 @@ def test_leftovers_of_dead_saves_go_and_those_of_live_ones_stay(lineage: Lineage
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
     host = layout.owner().rpartition(".")[0]
+    container = host.rpartition("~")[0] + "~0123abcd"  # the same host name, but PIDs of its own
     dead = lineage.folder / f".staging-step_00000009@{host}.{gone.pid}"
     alive = lineage.folder / f".staging-step_00000009@{host}.{os.getppid()}"
     reused = lineage.folder / f".staging-step_00000009@{host}.{os.getppid()}-1"
     elsewhere = lineage.folder / f".staging-step_00000009@another-host.{gone.pid}"
-    for folder in (dead, alive, reused, elsewhere):
+    beside = lineage.folder / f".staging-step_00000009@{container}.{gone.pid}-1"
+    for folder in (dead, alive, reused, elsewhere, beside):
         folder.mkdir()
         (folder / "rank_00000.bin").write_bytes(b"half")
     Saver(lineage.folder.parent, Peers(), lineage=lineage.folder, name="run")
-    assert [folder.exists() for folder in (dead, alive, reused, elsewhere)] == [False, True, False, True]
+    left = [folder.exists() for folder in (dead, alive, reused, elsewhere, beside)]
+    assert left == [False, True, False, True, True]
 
 
 def test_saving_a_step_again_replaces_it_whole(lineage: Lineage) -> None:

@@ -1,4 +1,4 @@
-"""docs/architecture.md against the code: its table of rooms, and the files and functions of its two walks."""
+"""docs/architecture.md against the code: its table of rooms, and the files and functions of its two examples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_table_of_rooms_shows_the_edges() -> None:
 
 @cache
 def functions_of(file: str) -> frozenset[str]:
-    """Names of all functions of a file, with those that they are in: `Reader.read`, `spanned.call`."""
+    """Names of all functions of a file, after the class or function around them: `Reader.read`, `spanned.call`."""
     found = set()
 
     def walk(node: ast.AST, inside: str) -> None:
@@ -40,9 +40,9 @@ def functions_of(file: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("title", ["### One hang of a foreign script", "### One NaN of a foreign script"])
-def test_a_walk_names_files_and_functions_that_exist_and_counts_them(title: str) -> None:
-    walk = PAGE.partition(title)[2].partition("\n### ")[0]
-    rows = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \| .* \|$", walk, re.M)
+def test_an_example_names_files_and_functions_that_exist_and_counts_them(title: str) -> None:
+    example = PAGE.partition(title)[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \| .* \|$", example, re.M)
     crossed = [(file, name) for file, names in rows for name in re.findall(r"`([\w.]+)`", names)]
     missing = [
         f"{file}: {name}"
@@ -50,4 +50,4 @@ def test_a_walk_names_files_and_functions_that_exist_and_counts_them(title: str)
         if not any(f".{known}".endswith(f".{name}") for known in functions_of(file))
     ]
     assert not missing
-    assert f"{len({file for file, _ in rows})} files, {len(set(crossed))} functions" in walk
+    assert f"{len({file for file, _ in rows})} files, {len(set(crossed))} functions" in example

@@ -438,7 +438,7 @@ def test_a_loss_of_nan_that_spoils_nothing_is_told_once_and_stops_nobody(run: Ru
     event = event_of(outcome)
     assert outcome.outputs[0].split() == ["finite", "True"]
     assert (event["cause"], event["step"], event["action"]) == ("MC408", 1, "observe")
-    assert "observed: every gradient is finite all the same, so the step spoils no weight" in event["evidence"]
+    assert "observed: every gradient is still finite, so the step spoils no weight" in event["evidence"]
 
 
 @pytest.mark.slow
@@ -446,7 +446,7 @@ def test_a_loss_of_nan_that_spoils_nothing_is_told_once_and_stops_nobody(run: Ru
 def test_a_loss_of_nan_of_any_part_of_a_step_is_told(run: Runner, part: int) -> None:
     event = event_of(run(HEAD + HARMLESS_PART.replace("BAD", str(part)), env={"MODEL_CHECK_GUARD": "observe"}))
     assert (event["cause"], event["step"]) == ("MC408", 2)
-    assert "observed: every gradient is finite all the same, so the step spoils no weight" in event["evidence"]
+    assert "observed: every gradient is still finite, so the step spoils no weight" in event["evidence"]
 
 
 @pytest.mark.slow

@@ -126,11 +126,11 @@ CHECKPOINTS: dict[str, Entry] = {
     ),
     "MC610": Entry(
         "several trainings to continue",
-        "--resume auto found several trainings of this model on this data: none with these settings, or several that "
-        "do not go on from each other.",
+        "--resume auto found several trainings of this model on this data: none has these settings, or several have "
+        "them and none of these continues all the others.",
         "checkpoint.dir holds several runs, and the run directory is new, so it does not say which one is meant.",
-        "Checkpoints record the shapes, a fingerprint of the tokens and one of the settings, and a branch records what "
-        "it began from. A branch that has gone further than that lineage takes its place.",
+        "Checkpoints record the shapes and fingerprints of the tokens and the settings. A branch also records the "
+        "lineage it began from, and takes its place once it has gone further.",
         (
             "add one of the --resume PATH that the message lists",
             "give each experiment a --run-dir of its own: then auto knows which is meant",

@@ -54,7 +54,7 @@ HANGING: dict[str, Entry] = {
         "def __getitem__(self, i):\n    return read(self.paths[i])   # an NFS mount that hangs",
         ours=(
             "look at the named line, and at the file system under data.cache_dir",
-            "training.num_workers=0 reads on the main thread instead of on loader threads, so its stack shows the line",
+            "training.num_workers=0 reads on the main thread, not on loader threads, so the main stack shows the line",
         ),
     ),
     "MC205": Entry(
