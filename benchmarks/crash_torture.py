@@ -95,9 +95,10 @@ def serve() -> None:
     """Forks a launcher for each line of standard input; answers with its exit code. Imports only: ranks are forked."""
     from model_check.cli.main import main as model_check_main
 
-    for module in ("diagnose", "prepare", "rank", "summary", "supervision", "train"):
+    for module in ("diagnose", "prepare", "summary", "supervision", "train"):
         importlib.import_module(f"model_check.cli.{module}")
-    importlib.import_module("model_check.checkpoint.saver")
+    for module in ("engine.rank", "checkpoint.saver"):
+        importlib.import_module(f"model_check.{module}")
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()

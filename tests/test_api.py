@@ -132,8 +132,9 @@ def test_a_healthy_script_has_the_same_results_and_no_findings(tmp_path: Path) -
         folder.mkdir()
         with torchrun(script(folder, line=line), "") as job:
             out, err = job.communicate(timeout=240)
-        assert job.returncode == 0, err
         said.append(sorted(out.splitlines()))
+    # Without us, torch aborts the exit of such a script now and then, because threads of gloo still run.
+    assert job.returncode == 0, err
     assert len(said[0]) == 2
     assert said[0] == said[1]
     verdict = model_check.diagnose(tmp_path / "observed" / "run")
