@@ -24,7 +24,9 @@ def faults_of(result: dict[str, Any]) -> list[str]:
     """Fields that are absent or say nothing."""
     versions, hardware = result.get("versions"), result.get("hardware")
     good = {
-        "command": str(result.get("command")).startswith(("python benchmarks/", "model-check ", "bash ")),
+        "command": str(result.get("command")).startswith(
+            ("python benchmarks/", "python tests/faults/", "model-check ", "bash ")
+        ),
         "date": re.fullmatch(r"\d{4}-\d\d-\d\d", str(result.get("date"))) is not None,
         "commit": _COMMIT.fullmatch(str(result.get("commit"))) is not None,
         "versions": isinstance(versions, dict) and len(versions) > 0 and all(versions.values()),
