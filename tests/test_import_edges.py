@@ -18,7 +18,7 @@ EDGES: dict[str, set[str]] = {
     "config": set(),
     "plan": {"config"},
     "blackbox": {"record"},
-    "numerics": {"blackbox"},
+    "numerics": {"record", "blackbox"},
     "supervise": {"record"},
     "launch": {"record", "blackbox", "supervise"},
     "diagnose": {"record"},

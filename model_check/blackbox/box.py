@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from model_check.blackbox.frames import UserCode
 from model_check.blackbox.recorder import DTYPE, OP, PHASE, Recorder
+from model_check.record.events import Event
 from model_check.record.files import JsonlWriter
 from model_check.record.paths import RunDir
 from model_check.record.process_identity import live_pid
@@ -167,14 +168,16 @@ class BlackBox:
 
     # Events
 
-    def event(self, name: str, /, **fields: Any) -> None:
+    def event(self, event: Event | str, /, **fields: Any) -> None:
         """Appends to the rank's events, without secrets. Does nothing once another process has become this rank."""
+        name, at = (event, 0.0) if isinstance(event, str) else (event.kind, event.t)
+        body = fields if isinstance(event, str) else event.body()
         events, recorder = self._events, self.recorder
         if events is None or recorder is None or not recorder.is_current():
             return
         try:
-            told = {key: redact_text(value) if isinstance(value, str) else value for key, value in fields.items()}
-            events.write({"t": time.monotonic(), "event": name, "pid": os.getpid(), **told})
+            told = {key: redact_text(value) if isinstance(value, str) else value for key, value in body.items()}
+            events.write({"t": at or time.monotonic(), "event": name, "pid": os.getpid(), **told})
         except OSError as error:
             # A full disk under the run directory is our trouble: raised here, it would be the script's. The ring, whose
             # pages exist, goes on, and the next event may find room again.

@@ -11,6 +11,7 @@ from typing import Any
 
 from model_check.blackbox.box import BOX
 from model_check.blackbox.recorder import Recorder
+from model_check.record.events.process import GroupJoined
 
 
 class Group:
@@ -89,7 +90,7 @@ class Groups:
             else:
                 # Made behind torch.distributed's back, so its members are not on record.
                 met = Group(f"group {group.group_name}", (), recorder)
-        BOX.event("group", name=met.name, ranks=list(met.ranks), torch_name=group.group_name)
+        BOX.event(GroupJoined(name=met.name, ranks=met.ranks, torch_name=group.group_name))
         return met
 
     def forget(self) -> None:

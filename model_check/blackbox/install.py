@@ -22,6 +22,7 @@ from model_check.blackbox import (
 )
 from model_check.blackbox.box import BOX, RANK_PID_VARIABLE, rank_from_environment
 from model_check.blackbox.imports import PostImport
+from model_check.record.events.crashes import Fork
 from model_check.record.paths import RunDir
 
 _SLOW_PACKAGES = frozenset(
@@ -120,7 +121,7 @@ def _watch_fork() -> None:
     def recorded_fork() -> int:
         child = fork()
         if child and BOX.recorder is not None:
-            BOX.event("fork", child_pid=child)
+            BOX.event(Fork(child_pid=child))
         return child
 
     recorded_fork.__doc__ = fork.__doc__

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, overload
 
+from model_check.record.events import Event
+from model_check.record.events.process import GroupJoined
 from model_check.record.rank_exits import RankExit
 from model_check.record.ring import FLAG_ASYNC, Crumb
 from model_check.record.stacks import Frame, ProcessStacks
@@ -18,6 +20,7 @@ from model_check.record.verdict import Outcome
 if TYPE_CHECKING:
     from model_check.diagnose.issues import Issue, MessageKey
 
+E = TypeVar("E", bound=Event)
 _CLOCK_SLACK_S = 0.05
 WAIT_PHASES = frozenset({"collective", "barrier", "p2p", "init", "store", "gate"})
 POLLING_PHASES = frozenset({"store", "gate"})
@@ -67,6 +70,7 @@ class RankEvidence:
     header: Mapping[str, Any] = field(default_factory=dict)
     crumbs: tuple[Crumb, ...] = ()
     events: tuple[Mapping[str, Any], ...] = ()
+    told: tuple[Event, ...] = ()  # the same, typed
     stacks: tuple[ProcessStacks, ...] = ()
     samples: tuple[ProcSample, ...] = ()
     flight: tuple[FlightEntry, ...] = ()
@@ -154,8 +158,15 @@ class RankEvidence:
             c.phase in ("collective", "barrier", "p2p") or (c.phase == "init" and c.event == "end") for c in self.crumbs
         )
 
-    def happened(self, event: str) -> list[Mapping[str, Any]]:
-        return [record for record in self.events if record.get("event") == event]
+    @overload
+    def happened(self, kind: str) -> list[Mapping[str, Any]]: ...
+    @overload
+    def happened(self, kind: type[E]) -> list[E]: ...
+    def happened(self, kind: str | type[Event]) -> Any:
+        """The events of this kind, oldest first."""
+        if isinstance(kind, str):
+            return [record for record in self.events if record.get("event") == kind]
+        return [event for event in self.told if isinstance(event, kind)]
 
     @cached_property
     def exceptions(self) -> list[Mapping[str, Any]]:
@@ -186,6 +197,7 @@ class Evidence:
     world_size: int
     ranks: Mapping[int, RankEvidence]
     supervisor: tuple[Mapping[str, Any], ...] = ()
+    journal: tuple[Event, ...] = ()  # the same, typed
     now: float = 0.0
     live: bool = False
     cores: int | None = None
@@ -203,8 +215,15 @@ class Evidence:
     def all_ranks(self) -> list[int]:
         return sorted(set(range(self.world_size)) | set(self.ranks))
 
-    def said(self, event: str) -> list[Mapping[str, Any]]:
-        return [record for record in self.supervisor if record.get("event") == event]
+    @overload
+    def said(self, kind: str) -> list[Mapping[str, Any]]: ...
+    @overload
+    def said(self, kind: type[E]) -> list[E]: ...
+    def said(self, kind: str | type[Event]) -> Any:
+        """The launcher's events of this kind, oldest first."""
+        if isinstance(kind, str):
+            return [record for record in self.supervisor if record.get("event") == kind]
+        return [event for event in self.journal if isinstance(event, kind)]
 
     @cached_property
     def stall(self) -> Mapping[str, Any] | None:
@@ -323,10 +342,8 @@ class Evidence:
     def _groups(self) -> dict[str, tuple[int, ...]]:
         groups: dict[str, tuple[int, ...]] = {}
         for rank in self.ranks.values():
-            for record in rank.happened("group"):
-                members = record.get("ranks")
-                if isinstance(members, list) and all(isinstance(m, int) for m in members):
-                    groups[str(record.get("name", ""))] = tuple(sorted(members))
+            for group in rank.happened(GroupJoined):
+                groups[group.name] = tuple(sorted(group.ranks))
             for crumb in rank.crumbs:
                 if crumb.group and crumb.group not in groups and (members_of := _members_named(crumb)):
                     groups[crumb.group] = members_of

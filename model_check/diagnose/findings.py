@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
@@ -38,9 +39,15 @@ def make_finding(
     fix: Sequence[str] = (),
     began: float | None = None,
     now: float | None = None,
+    cause: str | None = None,
+    caused_by: str | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Finding:
     """A finding with the catalogue's remedy unless the rule knows a better one."""
     guilty = sorted(set(ranks))
+    entry = CATALOGUE[code]
+    assert cause is None or cause in entry.causes, f"{code} lists no cause {cause!r}"
+    assert not facts or facts.keys() <= entry.facts.keys(), f"{code} lists no facts {set(facts) - set(entry.facts)}"
     return Finding(
         code=code,
         title=title,
@@ -54,8 +61,11 @@ def make_finding(
         function=frame.function or None if frame is not None else None,
         tensor=tensor,
         evidence=list(evidence),
-        fix=list(fix) or list(CATALOGUE[code].fix),
+        fix=list(fix) or list(entry.fix),
         seconds_to_detect=round(now - began, 2) if now is not None and began is not None and now >= began else None,
+        cause=cause,
+        caused_by=caused_by,
+        facts=dict(facts or {}),
     )
 
 

@@ -17,6 +17,7 @@ from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import NO_LONGER_TRAINED, make_finding
 from model_check.record import Finding
+from model_check.record.events.numerics import GuardFailed
 from model_check.record.stacks import Frame
 from model_check.record.values import whole
 from model_check.record.verdict import Certainty, Severity
@@ -61,10 +62,10 @@ def _bad_to_the_end(rank: RankEvidence) -> tuple[int, int] | None:
 
 def unwatched_findings(evidence: Evidence) -> list[Finding]:
     """Where the guard itself has failed: no findings would otherwise be taken for good health."""
-    failed = {rank.rank: records[0] for rank in evidence.ranks.values() if (records := rank.happened("guard_failed"))}
+    failed = {rank.rank: records[0] for rank in evidence.ranks.values() if (records := rank.happened(GuardFailed))}
     if not failed:
         return []
-    said = {str(record.get("error")) for record in failed.values()}
+    said = {record.error for record in failed.values()}
     return [
         make_finding(
             "MC417",

@@ -25,6 +25,7 @@ from model_check.diagnose.following import FollowedRing
 from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
+from model_check.record.events import Event, read_event
 from model_check.record.files import open_regular, read_tail
 from model_check.record.rank_exits import RANK_EXITED, RankExit
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
@@ -52,6 +53,7 @@ class JsonlTail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records: list[dict[str, Any]] = []
+        self.events: list[Event] = []  # the same, typed
         self.fresh: list[dict[str, Any]] = []
         self._held: Counter[str] = Counter()
         self._offset = 0
@@ -98,6 +100,7 @@ class JsonlTail:
             named = _with_common_names(record)
             self.fresh.append(named)
             self.records.append(named)
+            self.events.append(read_event(named))
             kind = str(named.get("event"))
             self._held[kind] += 1
             if self._held[kind] > 2 * sum(_KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))):
@@ -109,6 +112,7 @@ class JsonlTail:
         of_kind = [n for n, record in enumerate(self.records) if str(record.get("event")) == kind]
         dropped = set(of_kind[first:-newest])
         self.records = [record for n, record in enumerate(self.records) if n not in dropped]
+        self.events = [event for n, event in enumerate(self.events) if n not in dropped]
         self._held[kind] = first + newest
 
 
@@ -229,6 +233,7 @@ class Reader:
             world_size=_world_size(supervisor, ranks),
             ranks=ranks,
             supervisor=tuple(supervisor),
+            journal=tuple(self._supervisor.events),
             now=now if now is not None else time.monotonic() if live else _last_time(supervisor, ranks),
             live=live,
             cores=_cores(environment) or (usable_cores() if live else None),
@@ -272,7 +277,9 @@ class Reader:
         began = whole(header.get("start_monotonic_ns")) / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
-        events = tuple(e for e in tail.records if not _of_earlier_life(e, whole(header.get("pid")), began))
+        earlier = [_of_earlier_life(e, whole(header.get("pid")), began) for e in tail.records]
+        events = tuple(e for e, old in zip(tail.records, earlier, strict=True) if not old)
+        told = tuple(e for e, old in zip(tail.events, earlier, strict=True) if not old)
         if exit is not None and exit.t < began and exit.pid != header.get("pid"):
             exit = None  # of an earlier life: a rank that no launcher of ours started says of none that it began
         announced = _announced_exit(
@@ -293,6 +300,7 @@ class Reader:
             complete=log.complete,
             first_step_t=log.first_step_t,
             events=events,
+            told=told,
             stacks=tuple(sorted(dumps, key=lambda dump: dump.t)),
             samples=tuple(samples),
             flight=self._cached(flights[-1], read_flight) if flights else (),

@@ -26,6 +26,7 @@ from model_check.numerics.replicas import REPLICAS
 from model_check.numerics.script_guard import Guard
 from model_check.numerics.token_ids import Tokens
 from model_check.numerics.trends import Trends
+from model_check.record.events.numerics import GuardFailed
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -42,8 +43,8 @@ def _harmless(watch: Callable[_P, _R]) -> Callable[_P, _R | None]:
             raise
         except Exception as error:
             _Watching.on = False
-            trace = traceback.format_exception(type(error), error, error.__traceback__)
-            BOX.event("guard_failed", error=f"{type(error).__name__}: {error}", traceback="".join(trace)[-4000:])
+            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            BOX.event(GuardFailed(error=f"{type(error).__name__}: {error}", traceback=trace[-4000:]))
             return None
 
     return call

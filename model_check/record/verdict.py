@@ -24,7 +24,11 @@ _OUTCOMES: tuple[str, ...] = get_args(Outcome)
 
 @dataclass
 class Finding:
-    """One named fault: who, where, why, and what to do."""
+    """One named fault: who, where, why, and what to do.
+
+    `title`, `evidence` and `fix` are sentences for people: no rule and no program needs to read them. What they say is
+    also in the other fields: `cause` is one of those that the catalogue lists for the code, `facts` has the values.
+    """
 
     code: str
     title: str
@@ -40,6 +44,10 @@ class Finding:
     evidence: list[str] = field(default_factory=list)
     fix: list[str] = field(default_factory=list)
     seconds_to_detect: float | None = None
+    cause: str | None = None
+    caused_by: str | None = None  # what went wrong before, if this only followed from it: a code or an event
+    host: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Finding:

@@ -36,6 +36,8 @@ class Fault:
     script: str = ""
     severity: Literal["error", "warning", "info", ""] = ""
     exit_code: int | None = None  # None: any but 0 for an error, 143 where we had to end a job that only hung
+    cause: str = ""  # of the finding
+    facts: dict[str, object] = field(default_factory=dict)  # of the finding, among others
     says: tuple[str, ...] = ()  # must appear in title, evidence or fix; {port} and {holder} are filled in
     every_line: bool = False  # all marked lines must be named, not only one of them
     arguments: tuple[str, ...] = ()

@@ -280,8 +280,16 @@ def problems_of(fault: Fault, seen: Observation, values: dict[str, str]) -> list
 
 
 def _wrong_in(finding: dict[str, Any], fault: Fault, values: dict[str, str]) -> list[str]:
-    """What the finding itself gets wrong: severity, victims, line, words."""
+    """What the finding itself gets wrong: severity, victims, line, cause, facts, words."""
     problems = []
+    if fault.cause and finding.get("cause") != fault.cause:
+        problems.append(f"cause {finding.get('cause')!r} instead of {fault.cause!r}")
+    facts = finding.get("facts", {})
+    problems += [
+        f"fact {key} is {facts.get(key)!r} instead of {value!r}"
+        for key, value in fault.facts.items()
+        if facts.get(key) != value
+    ]
     words = [_filled(word, values) for word in fault.says]
     if fault.severity and finding.get("severity") != fault.severity:
         problems.append(f"severity {finding.get('severity')}, expected {fault.severity}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -16,3 +17,5 @@ class Entry:
     fix: tuple[str, ...]  # for any script: must not mention our trainer's settings
     example: str
     ours: tuple[str, ...] = ()  # what to do under `model-check train`, if that differs
+    causes: Mapping[str, str] = field(default_factory=dict)  # each value of a finding's `cause`, and what it means
+    facts: Mapping[str, str] = field(default_factory=dict)  # each key of a finding's `facts`, and what its value is

@@ -34,9 +34,16 @@ def as_text(code: str, entry: Entry) -> str:
         _paragraph("How it is detected", entry.how_detected),
         f"What to do\n{fixes}",
         *([f"What to do with model-check train\n{ours}"] if ours else []),
+        *_listed("Causes (field `cause`)", entry.causes),
+        *_listed("Facts (field `facts`)", entry.facts),
         "Example\n" + indent(entry.example, "  "),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _listed(heading: str, meanings: Mapping[str, str]) -> list[str]:
+    lines = [f"  {name}: {meaning}" for name, meaning in meanings.items()]
+    return ["\n".join([heading, *lines])] if lines else []
 
 
 def as_markdown(catalogue: Mapping[str, Entry]) -> str:
@@ -58,5 +65,8 @@ def as_markdown(catalogue: Mapping[str, Entry]) -> str:
         lines += [*(f"- {fix}" for fix in entry.fix), ""]
         if entry.ours:
             lines += ["**What to do with `model-check train`.**", "", *(f"- {fix}" for fix in entry.ours), ""]
+        for heading, meanings in (("Field `cause`", entry.causes), ("Field `facts`", entry.facts)):
+            if meanings:
+                lines += [f"**{heading}.**", "", *(f"- `{name}`: {said}" for name, said in meanings.items()), ""]
         lines += ["```text", entry.example, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
