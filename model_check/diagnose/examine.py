@@ -122,7 +122,7 @@ def find_all(evidence: Evidence, matcher: Matcher, rules: _Rules) -> list[Findin
     mismatches = ask(mismatch_findings, evidence, tables, matcher)
     crashes = ask(crash_findings, evidence, tables, waits)
     numerics = ask(numerics_findings, evidence)
-    if crashes and explains_failure(numerics, crashes[0]):
+    if crashes and explains_failure(evidence, numerics, crashes[0]):
         crashes = []
     elif crashes and (ended := stopped_by_it(evidence, numerics, crashes[0])) is not None:
         numerics, crashes = ended, []

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-_LARGEST = 1 << 62  # of a number; what is larger was not written by us
+_LARGEST = 1 << 64  # of a number; what is larger was not written by us
 
 
 class _Misfit(Exception):
