@@ -7,6 +7,7 @@ job, and refuses the step if the guard halts.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -310,23 +311,18 @@ def _report_without_line(hit: Hit, history: History, rate: float) -> NonFinite:
 
 def _report_unexplained_gradient(hit: Hit) -> NonFinite:
     before_exchange = bool(hit.own.bad) and not is_alone()
-    code, made_in, again, facts, fix = "MC402", "unknown", None, {}, ()
     if hit.made_again:
-        made_in, again, fix = "gradients", True, (_HOOKS,)
-        evidence = [
-            "observed: run once more, the backward gives it again",
-            "inferred: made by a hook on a gradient or an autograd.Function's backward, no operation of torch's",
-        ]
+        again = "observed: run once more, the backward gives it again"
+        which = "inferred: made by a hook on a gradient or an autograd.Function's backward, no operation of torch's"
+        report = replace(_told(hit, "MC402", [again, which]), made_in="gradients", deterministic=True, fix=(_HOOKS,))
     elif hit.replay is not None and hit.replay.computes_loss and before_exchange:
-        code, again, facts = "MC409", False, {"finite_again": True}
         evidence = ["observed: forward and backward, run once more on the same rank, are finite", *_device()]
+        report = replace(_told(hit, "MC409", evidence, facts={"finite_again": True}), deterministic=False)
     else:
         others = "a hook on a gradient" if before_exchange else "what the script does to its gradients after backward"
         finite = f"forward and backward of the model are finite when run once more: the loss code made it, or {others}"
-        evidence = [f"inferred: the operation is not known: {hit.why_not or finite}"]
-    report = _told(hit, code, evidence, facts=facts)
-    where = {"location": hit.line, "tensor": hit.own.bad or None}
-    return replace(report, made_in=made_in, deterministic=again, fix=fix or report.fix, **where)
+        report = _told(hit, "MC402", [f"inferred: the operation is not known: {hit.why_not or finite}"])
+    return replace(report, location=hit.line, tensor=hit.own.bad or None)
 
 
 def _report_late(hit: Hit, history: History, rate: float) -> NonFinite:
@@ -345,7 +341,13 @@ def _report_late(hit: Hit, history: History, rate: float) -> NonFinite:
 
 
 def _told(
-    hit: Hit, cause: str, evidence: list[str], *, op: str = "", facts: Any = None, sure: bool = True
+    hit: Hit,
+    cause: str,
+    evidence: list[str],
+    *,
+    op: str = "",
+    facts: Mapping[str, Any] | None = None,
+    sure: bool = True,
 ) -> NonFinite:
     """What every report says. `sure`: this operation made the number, so that the advice may be about it."""
     facts = facts or {}

@@ -22,14 +22,6 @@ _FACTS = {
     "steps": "all steps in which it was seen",
     "samples": "the numbers of the bad samples in the batch",
     "dataset_indices": "the indices of the same samples in the dataset",
-    "bad_alone": "how many samples of the batch are bad by themselves",
-    "rates": "learning rates: before and after it jumped, or the highest",
-    "weight_size": "root mean square of the weights at the start",
-    "parameter": "the weight that is too large",
-    "gain": "by how much that weight enlarges what passes through it",
-    "magnitude": "the number that left the range of float16",
-    "too_fast": "true: the learning rate has made the numbers this large, not the format",
-    "grad_norms": "gradient norms of the steps before",
     "finite_again": "true: run once more, the step is finite",
     "changes_its_input": "true: the forward changes its own input in place",
     "exchange": "number of the first exchange of the step to which the rank brought the number",
@@ -37,6 +29,16 @@ _FACTS = {
     "lost_since": "from this step on to the end of the run no loss is finite",
     "then": "the code of the exception (MC301) or exit (MC313) that followed, where the script stopped because of it",
 }
+_TOO_LARGE = {
+    "rates": "learning rates: before and after it jumped, or the highest",
+    "parameter": "the weight that is too large",
+    "gain": "by how much that weight enlarges what passes through it",
+}
+_OF_HALF = {
+    "magnitude": "the number that left the range of float16",
+    "too_fast": "true: the learning rate has made the numbers this large, not the format",
+}
+_OF_RATE = {"weight_size": "root mean square of the weights at the start"}
 
 NUMERICS: dict[str, Entry] = {
     "MC401": Entry(
@@ -95,7 +97,7 @@ NUMERICS: dict[str, Entry] = {
             "lower training.learning_rate first, where the evidence names it",
         ),
         causes=_MADE_IN,
-        facts=_FACTS,
+        facts={**_FACTS, **_OF_HALF, **_TOO_LARGE},
     ),
     "MC404": Entry(
         "bad sample",
@@ -109,7 +111,7 @@ NUMERICS: dict[str, Entry] = {
         "sample 4711 of rank 1: input 0 holds inf",
         ours=("look at the named samples, or take them out", "debug.on_nan=skip goes on without the batch"),
         causes=_MADE_IN,
-        facts=_FACTS,
+        facts={**_FACTS, "bad_alone": "how many samples of the batch are bad by themselves"},
     ),
     "MC405": Entry(
         "learning rate too high",
@@ -121,7 +123,7 @@ NUMERICS: dict[str, Entry] = {
         "learning rate 10, 500 times the weights (0.02)",
         ours=("lower training.learning_rate", "raise training.scheduler.warmup_steps"),
         causes=_MADE_IN,
-        facts=_FACTS,
+        facts={**_FACTS, **_TOO_LARGE, **_OF_RATE},
     ),
     "MC406": Entry(
         "exploding gradients",
@@ -136,7 +138,7 @@ NUMERICS: dict[str, Entry] = {
         "gradient norm 3.1, 48, 9.2e3, 4.4e8, nan",
         ours=("set or lower training.max_grad_norm", "lower training.learning_rate, or warm up longer"),
         causes=_MADE_IN,
-        facts=_FACTS,
+        facts={**_FACTS, "grad_norms": "of the steps before"},
     ),
     "MC407": Entry(
         "initialisation too large",
@@ -148,7 +150,7 @@ NUMERICS: dict[str, Entry] = {
         "layers.0.attention.wq.weight has a standard deviation of 1e4",
         ours=("lower model.init_std (0.02 is usual)", "look at the file that the weights were loaded from"),
         causes=_MADE_IN,
-        facts=_FACTS,
+        facts={**_FACTS, **_TOO_LARGE},
     ),
     "MC408": Entry(
         "division by an empty mask",
