@@ -303,9 +303,22 @@ NUMERICS = (
     slow("replica_skips_average", "MC410", (2,), nproc=3, cause="changed", facts={"last_alike": 10}),
     slow("same_data", "MC412", (0, 1)),
     # The script itself sees the number and stops: that is what followed from it.
-    crash("nan_loss_raises", "MC408", (1,), exit_code=1, facts={"then": "MC301"}, says=("ValueError: loss is nan",)),
-    crash("nan_loss_exits", "MC401", (1,), exit_code=3, facts={"op": "log", "then": "MC313"}),
-    crash("clip_raises", "MC402", (1,), exit_code=1, facts={"op": "sqrt", "then": "MC301"}),
+    crash(
+        "nan_loss_raises",
+        "MC408",
+        (1,),
+        exit_code=1,
+        facts={"ended_by": {"ranks": [1], "exception": "ValueError", "message": "loss is nan"}},
+    ),
+    crash("nan_loss_exits", "MC401", (1,), exit_code=3, facts={"op": "log"}, says=("then exited with code 3",)),
+    crash(
+        "clip_raises",
+        "MC402",
+        (1,),
+        exit_code=1,
+        facts={"op": "sqrt"},
+        says=("ranks 0 and 1 then raised RuntimeError",),
+    ),
     crash("loss_too_large", "MC301", (1,), exit_code=1, says=("raised ValueError: loss is ",)),
     crash("token_without_row", "MC902", (1,), exit_code=1, tensor="tokens", facts={"token": 117, "rows": 100}),
 )

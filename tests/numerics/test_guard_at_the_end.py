@@ -179,8 +179,8 @@ def test_the_guilty_rank_stops_by_itself(run: Runner, text: str, code: str, erro
     (found,) = verdict(outcome)
     assert (found.code, found.ranks, found.victims, found.step) == (code, [guilty], list(range(guilty)), 3)
     assert (found.severity, found.location, found.certainty) == ("error", here(text), "proven")
-    assert found.facts["then"] == "MC301"
-    assert any(f"rank {guilty} raised {error.split(':')[0]}" in said for said in found.evidence)
+    ended = found.facts["ended_by"]
+    assert (ended["ranks"], ended["exception"]) == ([guilty], error.split(":")[0])
 
 
 @pytest.mark.slow
@@ -198,8 +198,9 @@ def test_every_rank_stops_at_the_norm_and_the_guilty_one_is_named(
     (found,) = verdict(outcome)
     assert (found.code, found.ranks, found.victims, found.step) == (code, [world - 1], list(range(world - 1)), 3)
     assert (found.severity, found.location, found.certainty) == ("error", here(text), "proven")
-    who = "ranks 0 and 1" if world == 2 else "rank 0"
-    assert any(said.startswith(f"observed: {who} raised RuntimeError: The total") for said in found.evidence)
+    ended = found.facts["ended_by"]
+    assert (ended["ranks"], ended["exception"]) == (list(range(world)), "RuntimeError")
+    assert ended["message"].startswith("The total")
 
 
 @pytest.mark.slow
@@ -216,7 +217,8 @@ def test_of_a_sharded_model_the_rank_is_named(run: Runner, body: str, code: str,
     assert outcome.codes == [1, 1], outcome.errors
     (found,) = verdict(outcome)
     assert (found.code, found.ranks, found.victims, found.step) == (code, [1], [0], 3)
-    assert said in " ".join(found.evidence) and "ranks 0 and 1 raised RuntimeError" in " ".join(found.evidence)
+    assert said in " ".join(found.evidence)
+    assert (found.facts["ended_by"]["ranks"], found.facts["ended_by"]["exception"]) == ([0, 1], "RuntimeError")
 
 
 @pytest.mark.slow

@@ -26,8 +26,6 @@ _FACTS = {
     "changes_its_input": "true: the forward changes its own input in place",
     "exchange": "number of the first exchange of the step to which the rank brought the number",
     "went_back": "the steps from which our own trainer went back to a checkpoint",
-    "lost_since": "from this step on to the end of the run no loss is finite",
-    "then": "the code of the exception (MC301) or exit (MC313) that followed, where the script stopped because of it",
 }
 _TOO_LARGE = {
     "rates": "learning rates: before and after it jumped, or the highest",
