@@ -140,10 +140,13 @@ def _told(evidence: Evidence, kind: type[E]) -> list[tuple[int, E]]:
 
 
 def nonfinite_findings(evidence: Evidence) -> list[Finding]:
-    told = _told(evidence, NonFinite)
-    told = [(rank, event) for rank, event in told if not _infected(rank, event, told)]
+    everything = _told(evidence, NonFinite)
     unsure = {event.step for _, event in _told(evidence, NonFiniteReceived) if event.clean is False}
-    told = [(rank, _without_blame(event) if event.step in unsure else event) for rank, event in told]
+    told = [
+        (rank, _without_blame(event) if event.step in unsure else event)
+        for rank, event in everything
+        if not _infected(rank, event, everything)
+    ]
     causes = [event for _, event in told if not _met_a_bad_weight(event)]
     applied = [event.step for event in causes if event.action == "observe" and event.spoils]
     seen: dict[tuple[str, str], list[_Told]] = {}

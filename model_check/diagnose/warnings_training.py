@@ -222,7 +222,7 @@ def _why_stuck(
     higher_rate, gradients, labels = CATALOGUE["MC414"].fix
     rates = list(seen[-1].lr) if seen else _rates(evidence.metrics[-1:])
     lines = [f"observed: learning rate {', '.join(f'{rate:g}' for rate in rates[:_RATES_SHOWN])}"] if rates else []
-    facts = {"rates": rates[:_RATES_SHOWN]} if rates else {}
+    facts: dict[str, Any] = {"rates": rates[:_RATES_SHOWN]} if rates else {}
     held_back = _held_back(seen[-1]) if seen else []
     if held_back:
         return "parameters", [*lines, *held_back], [gradients, higher_rate, labels], facts
