@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.blackbox import native_collectives
-from model_check.numerics.exchanges import OwnGradients
-from model_check.numerics.rotation import LAST, TURNS, Turn
+from model_check.numerics.exchanges import LAST, TURNS, OwnGradients, Turn
 from model_check.numerics.script_guard import _own_share
 
 
