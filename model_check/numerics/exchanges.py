@@ -10,9 +10,9 @@ number comes back to all of them, and from then on each brings bad gradients. So
 inputs of these reductions are checked as well, and the number of the first bad one is kept: the rank with the lowest
 number was first.
 
-On the CPU all gradients are read in every step, and with `--guard full`. On a GPU they are read in turns, because reading
-takes memory bandwidth, whatever the script computes, and each kernel delays the others: every eighth bucket is read in
-full. The next step reads other buckets, so each has its turn within eight steps. The last two buckets before the
+On the CPU, and with `--guard full`, all gradients are read in every step. On a GPU they are read in turns, because
+reading takes memory bandwidth, whatever the script computes, and each kernel delays the others: every eighth bucket is
+read in full. The next step reads other buckets, so each has its turn within eight steps. The last two buckets before the
 optimizer are checked in every step: a bad number that spreads on its way back from the loss has reached them by then.
 One in eight of their groups of 32 numbers is read, and other groups in the next step. That is enough, because every row
 of a weight has many groups.
