@@ -6,16 +6,15 @@ itself does so after `backward`: all of them are checked before its first exchan
 checked when the optimizer is about to step. A GPU answers later, in one copy a pass; nobody waits for it.
 
 Activations are reduced too, in both passes, by tensor parallelism and by batch norms over all ranks: one rank's bad
-number comes back to all of them, and from then on each brings bad gradients. So the
-inputs of these reductions are checked as well, and the number of the first bad one is kept: the rank with the lowest
-number was first.
+number comes back to all of them, and from then on each brings bad gradients. So the inputs of these reductions are
+checked as well, and the number of the first bad one is kept: the rank with the lowest number was first.
 
 On the CPU, and with `--guard full`, all gradients are read in every step. On a GPU they are read in turns, because
 reading takes memory bandwidth, whatever the script computes, and each kernel delays the others: every eighth bucket is
-read in full. The next step reads other buckets, so each has its turn within eight steps. The last two buckets before the
-optimizer are checked in every step: a bad number that spreads on its way back from the loss has reached them by then.
-One in eight of their groups of 32 numbers is read, and other groups in the next step. That is enough, because every row
-of a weight has many groups.
+read in full. The next step reads other buckets, so each has its turn within eight steps. The last two buckets before
+the optimizer are checked in every step: a bad number that spreads on its way back from the loss has reached them by
+then. One in eight of their groups of 32 numbers is read, and other groups in the next step. That is enough, because
+every row of a weight has many groups.
 """
 
 from __future__ import annotations
