@@ -108,7 +108,13 @@ def first_sentence(message: str) -> str:
 
 def facts_of(error: ExceptionEvent) -> dict[str, Any]:
     """An exception as the facts of a finding."""
-    facts = {"exception": error.first.type, "message": first_sentence(error.first.message)[:_MESSAGE_SHOWN]}
+    said = error.first
+    message = first_sentence(said.message.removeprefix(f"[{error.own_code}] "))
+    facts = {"exception": said.type, "message": message[:_MESSAGE_SHOWN]}
+    if not message and said.user_frame is not None and said.user_frame.text:
+        facts["statement"] = said.user_frame.text[:_MESSAGE_SHOWN]
+    if isinstance(said, Origin):
+        facts["raised_in"] = said.where
     if error.cause is not None and error.first is error:
         facts["followed_from"] = error.cause.type
     return facts

@@ -25,6 +25,8 @@ class Entry:
 COMMON_FACTS: Mapping[str, str] = {
     "exception": "the class of the exception",
     "message": "the first line of its text, or the words that the rank gave when it left",
+    "statement": "the source line that raised it, where the exception has no text",
+    "raised_in": "the process that raised it first, where the rank only raised it again",
     "followed_from": "the class of the exception from which it followed",
     "exit_code": "the exit code of the rank",
     "via": "how it left: return, sys.exit, os._exit, or SystemExit where that was raised and not called",
