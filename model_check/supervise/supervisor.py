@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from model_check.record import Finding, RunDir, Verdict
+from model_check.record.events.crashes import Exit, UncaughtException
+from model_check.record.events.process import Stopped, StopReason
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
@@ -42,7 +44,7 @@ _LOOK_AGAIN_S = 3.0  # until the next burst at a live rank; later bursts come af
 _LOOK_AGAIN_SHARE = 0.1
 _LONGEST_BLINDNESS_S = 8.0
 _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
-_LAST_WORDS = frozenset({"exception", "exit"})
+_LAST_WORDS = frozenset({UncaughtException.kind, Exit.kind})
 _SAMPLE_CLOSELY_S = 120.0
 _SAMPLE_HOURLY_S = 3600.0
 
@@ -222,9 +224,9 @@ class Supervisor:
         self.journal.close()
         return self.verdict
 
-    def note_stop(self, why: str) -> None:
-        """Records why the job is being ended, for the rules."""
-        self.journal.write("stopped", why=why)
+    def note_stop(self, reason: StopReason, why: str) -> None:
+        """Records why the job is being ended, for the rules; `why` is the sentence for people."""
+        self.journal.write(Stopped(reason=reason, why=why))
 
     @property
     def stalled(self) -> bool:
@@ -487,7 +489,7 @@ class Supervisor:
         self._proven_at = None
         why = self._out_of_patience(now) if self._stall is not None else None
         if why is not None:
-            self.note_stop(why)
+            self.note_stop("hang", why)
             self._take_sample(now)
             self._gather.stacks(self._pids())
             self._examine_now(now)
@@ -516,7 +518,7 @@ class Supervisor:
             if now - self._proven_at < patience:
                 return None
         why = f"{finding.code}: {finding.title}"
-        self.note_stop(f"proven: {why}")
+        self.note_stop("proven", f"proven: {why}")
         self._ended = True
         return EndJob(why, EXIT_CODE_OF_A_HANG)
 
