@@ -13,6 +13,7 @@ from model_check.record.events import Event
 from model_check.record.events.crashes import Exit, UncaughtException
 from model_check.record.events.job import RankExit, SignalSent
 from model_check.record.events.process import GroupJoined, JobOver, JobStarted, Stopped, StopReason
+from model_check.record.metrics import StepMetrics
 from model_check.record.ring import FLAG_ASYNC, Crumb
 from model_check.record.stacks import Frame, ProcessStacks
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
@@ -209,7 +210,7 @@ class Evidence:
     cores: int | None = None
     host_memory: int | None = None  # bytes that the host had to give when the job began
     damage: tuple[str, ...] = ()
-    metrics: tuple[Mapping[str, Any], ...] = ()  # of our own trainer: the first steps and the newest
+    metrics: tuple[StepMetrics, ...] = ()  # of our own trainer: the first steps and the newest
     vocabulary: int | None = None  # of our own trainer's model
     ours: bool = False  # a run of our own trainer: the reader has our settings and no script
     plan: Mapping[str, Any] = field(default_factory=dict)  # of our own trainer on GPUs: what a rank was to need

@@ -22,7 +22,6 @@ from typing import Any, BinaryIO, TypeGuard
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence
 from model_check.diagnose.flight import read_flight
 from model_check.diagnose.following import FollowedRing
-from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
 from model_check.record.events import Event, read_event
@@ -30,6 +29,7 @@ from model_check.record.events.crashes import Exit
 from model_check.record.events.job import RankExit, RankStarted
 from model_check.record.events.process import JobStarted
 from model_check.record.files import open_regular, read_tail
+from model_check.record.metrics import read_metrics
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
 from model_check.record.values import objects, seconds, whole
 
@@ -223,7 +223,7 @@ class Reader:
             host_memory=_host_memory(environment),
             damage=tuple(damage),
             metrics=self._cached(self.run_dir.metrics, read_metrics),
-            vocabulary=self._cached(self.run_dir.config, lambda path: vocabulary_of(read_json(path))),
+            vocabulary=self._cached(self.run_dir.config, lambda path: _vocabulary(read_json(path))),
             ours=self.run_dir.config.exists(),
             plan=self._cached(self.run_dir.plan, _read_object),
         )
@@ -355,6 +355,13 @@ def _announced_exit(told: Iterable[Event], rank: int, pid: int, believed_before:
             guessed = event.via == "return" and event.t > believed_before
             return None if guessed else RankExit(t=event.t, rank=rank, pid=pid, code=0)
     return None
+
+
+def _vocabulary(config: Any) -> int | None:
+    """The number of tokens that the model of config.json chooses from; None where it is not a run of our own."""
+    value = config.get("model", {}).get("vocab_size") if isinstance(config, dict) else None
+    value = value.get("value") if isinstance(value, dict) else value
+    return value if isinstance(value, int) and value > 1 else None
 
 
 def _world_size(journal: Iterable[Event], ranks: Mapping[int, RankEvidence]) -> int:

@@ -32,7 +32,8 @@ from model_check.errors import NumericsError
 from model_check.numerics.banner import banner_lines
 from model_check.numerics.causes import Situation, StepNumbers, judge_cause
 from model_check.numerics.dump import Dumped, write_dump
-from model_check.numerics.ranges import local_part
+from model_check.numerics.finite import local_part
+from model_check.record.events.numerics import Action
 
 IGNORED_LABEL = -100
 # In a row: a newer checkpoint is progress, and a long run may meet a bad batch now and then.
@@ -51,7 +52,7 @@ _OVERFLOWING = 1e15  # its square, summed over a model, leaves float32
 class Outcome:
     """What the run must do now (halt, skip, rollback), and what to raise if it stops."""
 
-    action: str
+    action: Action
     error: NumericsError
 
 
@@ -99,7 +100,7 @@ class Guard:
         train_step.holds_after_hit = place.device.type == "cuda"
 
     @property
-    def _wanted(self) -> str:
+    def _wanted(self) -> Action:
         wanted = self._config.debug.on_nan
         if wanted != "auto":
             return wanted
@@ -128,15 +129,12 @@ class Guard:
         self._in_a_row += 1
         if action == "skip" and self._in_a_row >= MOST_IN_A_ROW:
             # A weight that is bad already, for one: nothing is learnt any more, and the next one is no better.
-            action, why = (
-                "halt",
-                f"observed: {self._in_a_row} steps in a row are not finite, so it stops (debug.on_nan)",
-            )
+            action, why = "halt", f"{self._in_a_row} steps in a row are not finite, so it stops (debug.on_nan)"
         elif action == "skip" and self._explained > MOST_EXPLAINED:
             self._train_step.release()
             return None
         if action == "rollback" and (reason := self._why_not_back(checkpoint)):
-            action, why = "halt", f"observed: {reason}, so it stops instead of going back (debug.on_nan)"
+            action, why = "halt", f"{reason}, so it stops instead of going back (debug.on_nan)"
         self._rollbacks += action == "rollback"
         with span("eval", "replay of a step that is not finite"):
             explanation = self._explain(info, inputs)
@@ -251,25 +249,27 @@ class Guard:
 
     # Telling
 
-    def _report(self, found: Explanation, action: str, why: str) -> Dumped | None:
+    def _report(self, found: Explanation, action: Action, why: str) -> Dumped | None:
         """Only ranks that made a bad number report; the lowest also prints. `why`: not the action asked for."""
         is_reporter = self._place.rank == found.agreed.reporter
         if not found.is_own and not is_reporter:
             return None
         dump = self._dump(found, "" if is_reporter else f"_rank_{self._place.rank}")
-        evidence = [*found.evidence(dump), *([why] if why else [])]
+        evidence = found.evidence(dump)
         if not found.agreed.reproduced and found.is_own:
             evidence.append(f"observed: rank {self._place.rank} runs on {_device_text(self._place)}")
         BOX.event(
-            "nonfinite",
-            **found.facts(),
-            local=found.is_own,
-            device=self._place.label,
-            evidence=evidence,
-            fix=found.fix(),
-            left_out=list(dump.left_out) if dump is not None else [],
-            dump=str(dump.safetensors) if dump is not None and dump.safetensors is not None else None,
-            action=action,
+            replace(
+                found.facts(),
+                local=found.is_own,
+                device=self._place.label,
+                evidence=tuple(evidence),
+                fix=tuple(found.fix()),
+                left_out=dump.left_out if dump is not None else (),
+                dump=str(dump.safetensors) if dump is not None and dump.safetensors is not None else None,
+                action=action,
+                not_as_asked=why or None,
+            )
         )
         if is_reporter:
             lines = banner_lines(
@@ -282,7 +282,8 @@ class Guard:
                 checkpoint=str(dump.checkpoint) if dump is not None and dump.checkpoint is not None else None,
                 tensors=str(dump.pickle) if dump is not None and dump.pickle is not None else None,
             )
-            cause = [f"Cause: [{found.cause.code}] {found.where}", *(f"  {fact}" for fact in evidence)]
+            facts = [*evidence, *([f"observed: {why}"] if why else [])]
+            cause = [f"Cause: [{found.cause.code}] {found.where}", *(f"  {fact}" for fact in facts)]
             self._show("\n".join([*lines, *cause]))
         return dump
 
@@ -293,7 +294,7 @@ class Guard:
                 Path(self._config.checkpoint.dir),
                 found.info.step,
                 self._model.named_parameters(),
-                found.facts(),
+                found.facts().body(),
                 limit_bytes=int(self._config.debug.dump_gb * 1e9),
                 rank_suffix=suffix,
             )

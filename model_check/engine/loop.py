@@ -19,28 +19,15 @@ from model_check.blackbox.spans import span
 from model_check.engine.inputs import RandomState, StepInputs
 from model_check.engine.precision import BACKOFF
 from model_check.engine.step import StepTensors, TrainStep
+from model_check.record.metrics import StepMetrics
 
 
-@dataclass(frozen=True)
-class StepInfo:
-    """One finished step, as metrics.jsonl has it; what `record` leaves out is for those who run the job."""
+@dataclass(frozen=True, kw_only=True)
+class StepInfo(StepMetrics):
+    """One finished step, as metrics.jsonl has it, and what only those need who run the job."""
 
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_s: float
-    mfu: float | None
-    step_s: float
-    data_wait_s: float
-    memory_gib: float
-    tokens: int
-    skipped: bool
     eta_s: float
     stop: bool
-    val_loss: float | None = None
-    # Training waited this long for a checkpoint: the host after the step that saved; the device in the step after it.
-    save_pause_s: float | None = None
     hit: bool = False  # its numbers are not finite, and that must be explained
     own_fault: bool = False  # this rank's own loss or gradients were bad before they were exchanged
     scale: float = 1.0  # of the loss
@@ -49,15 +36,6 @@ class StepInfo:
     def lowered_scale(self) -> float | None:
         """The loss scale after a step that only overflowed, which float16 does now and then; None after any other."""
         return self.scale * BACKOFF if self.skipped and not self.hit else None
-
-    def record(self) -> dict[str, Any]:
-        fields = dict(self.__dict__)
-        for internal in ("eta_s", "stop", "hit", "own_fault", "scale"):
-            del fields[internal]
-        for optional in ("val_loss", "save_pause_s"):
-            if fields[optional] is None:
-                del fields[optional]
-        return fields
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from model_check.errors import UsageError
 from model_check.record import JsonlWriter
+from model_check.record.metrics import StepMetrics
 
 
 class Sink(Protocol):
@@ -83,7 +84,8 @@ class MetricsWriter:
             except OSError as error:
                 on_failure(name, error)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, step: StepMetrics) -> None:
+        record = step.record()
         self._each(lambda sink: sink.write(record))
 
     def close(self) -> None:

@@ -242,7 +242,7 @@ def _run_steps(rank: _Rank, session: Session, saving: Saving | None, stop: _Stop
         def on_step(info: StepInfo) -> None:
             rank.memory.reach("FIRST-STEP")
             if metrics is not None:
-                metrics.write(info.record())
+                metrics.write(info)
             _print_step(rank, info)
             step_done()
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model_check.numerics.origins import Origin, OriginFinder
-from model_check.numerics.ranges import Range
+from model_check.numerics.origins import Given, Origin, OriginFinder
+from model_check.record.events.numerics import Range
 from tests.marked_lines import line_of
 
 
@@ -224,12 +224,12 @@ def test_what_was_bad_before_the_step_is_named() -> None:
     with torch.no_grad():
         model.first.bias[1] = math.nan
     origin = find(model, torch.randn(2, 4))
-    assert origin is not None and origin.given == "parameter first.bias"
+    assert origin is not None and origin.given == Given("parameter", "first.bias")
     assert origin.inputs[0].finite == 0.75
     bad = torch.randn(2, 4)
     bad[1, 2] = math.nan
     origin = find(Net(torch.sum), bad)
-    assert origin is not None and origin.given == "input 0"
+    assert origin is not None and origin.given == Given("input", "0")
 
 
 @pytest.mark.parametrize(("weight", "magnitude"), [(3e4, 1.2e5), (6e4, 2.4e5)])

@@ -188,7 +188,7 @@ def test_best_by_validation_loss_is_kept_and_said_in_the_manifest() -> None:
     saving = Saving(it, saver, last_step=99)
     losses = [3.0, 1.0, 2.0, 2.5]
     for step, loss in enumerate(losses):
-        info = StepInfo(step, loss, 0.1, 1.0, 1.0, None, 1.0, 0.0, 0.0, 64, False, 0.0, False, val_loss=loss)
+        info = StepInfo(step=step, loss=loss, lr=0.1, grad_norm=1.0, tokens=64, eta_s=0.0, stop=False, val_loss=loss)
         train_once(it)
         saving.save(info, wait=True)
     assert sorted(path.name for path in saving.folder.glob("step_*")) == ["step_00000001", "step_00000003"]
