@@ -13,11 +13,8 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
 
-from model_check.blackbox.box import BOX, SpanKind
 from model_check.blackbox.gate import Gate, GatePlan
-
-_AT_THE_GATE = SpanKind("gate")
-_COMPILING = SpanKind("compile")
+from model_check.blackbox.spans import span
 
 
 class _OfThisRank:
@@ -55,15 +52,10 @@ def through_the_gate(what: str, graph: str = "") -> Iterator[None]:
         GATE.graphs[graph] = Gate(gate.plan.of_graph(graph), gate.rank)
     # Who waits for the graph holds no slot meanwhile: another graph may have it.
     gates = [GATE.graphs[graph], gate] if graph else [gate]
-    recorder = BOX.recorder
-    span = BOX.begin(recorder, _AT_THE_GATE, what) if recorder is not None else 0
     with ExitStack() as entered:
-        try:
+        with span("gate", what):
             for each in gates:
                 entered.enter_context(each.passing())
-        finally:
-            if recorder is not None:
-                BOX.end(recorder, _AT_THE_GATE, span)
         yield
 
 
@@ -91,14 +83,8 @@ def _gated(compile_one: Callable[..., Any], config: Any) -> Callable[..., Any]:
 def _spanned(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def spanned(*args: Any, **kwargs: Any) -> Any:
-        recorder = BOX.recorder
-        if recorder is None:
+        with span("compile", "torch.compile"):
             return compile_fx(*args, **kwargs)
-        span = BOX.begin(recorder, _COMPILING, "torch.compile")
-        try:
-            return compile_fx(*args, **kwargs)
-        finally:
-            BOX.end(recorder, _COMPILING, span)
 
     return spanned
 

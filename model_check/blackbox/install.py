@@ -14,8 +14,8 @@ from model_check.blackbox import (
     endings,
     exceptions,
     gate_patches,
+    memory_marks,
     outofmemory,
-    resident_memory,
     silent_handlers,
     stack_access,
     watched_calls,
@@ -53,7 +53,7 @@ def install(run_dir: Path | str, rank: int | None = None, **identity: Any) -> No
     if rank is not None:
         BOX.open(rank, **identity)
         stack_access.install()
-        resident_memory.mark("start")
+        memory_marks.mark("start")
         gate_patches.open_for(rank)
     _install_hooks()
 

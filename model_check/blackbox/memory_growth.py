@@ -18,6 +18,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from model_check.blackbox.box import BOX
+from model_check.record.events.memory import Growth
 
 _CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # exact types: no code of the script runs
 _LEAST_ITEMS = 16
@@ -110,18 +111,18 @@ def _tell(known: dict[int, int], seconds: float) -> dict[int, int]:
     if grown:
         worth, thing = max(grown, key=lambda item: item[0])
         name, file = next(((n, f) for n, f, value in _named(gc.get_objects()) if value is thing), ("", ""))
-        line = _filling_line(file, name) if name else 0
         BOX.event(
-            "growth",
-            container=type(thing).__name__,
-            name=name,
-            file=(BOX.code.shown(file) or file) if file else "",
-            line=line,
-            before=known[id(thing)],
-            now=len(thing),
-            seconds=round(seconds, 1),
-            item=_described(_newest(thing)),
-            bytes=worth,
+            Growth(
+                container=type(thing).__name__,
+                name=name,
+                file=(BOX.code.shown(file) or file) if file else "",
+                line=_filling_line(file, name) if name else 0,
+                before=known[id(thing)],
+                now=len(thing),
+                seconds=round(seconds, 1),
+                item=_described(_newest(thing)),
+                bytes=worth,
+            )
         )
     return sizes
 

@@ -21,7 +21,7 @@ from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, PLACED_BY_RECORD, make_finding, waiting_text
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
-from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
+from model_check.diagnose.memory import is_fragmented, memory_account, memory_facts, memory_fixes
 from model_check.diagnose.raised import (
     last_swallowed,
     led_to_it,
@@ -46,6 +46,7 @@ from model_check.errors import (
 )
 from model_check.record import Finding
 from model_check.record.error_texts import lost_its_peer, unexpected_size
+from model_check.record.events.memory import MemoryKill, MemoryMark
 from model_check.record.stacks import Frame, innermost_user
 
 _FATAL_SIGNALS = frozenset(
@@ -206,10 +207,10 @@ def _exception_finding(
     extra: list[str] = []
     fix: list[str] = []
     if code in ("MC307", "MC501"):
-        account = memory_account(root.rank, exception)
+        account = memory_account(root.rank, message, on_device=code == "MC501")
         extra = [*memory_facts(account, evidence.plan), *_memory_history(root.rank)]
         fix = memory_fixes(account, evidence.plan)
-        if code == "MC501" and account.fragmented:
+        if code == "MC501" and is_fragmented(account):
             code, about = "MC502", "{who} found its device memory in pieces too small to use"
     if code == "MC307":
         extra += [
@@ -264,7 +265,7 @@ def _file_being_read(rank: RankEvidence, before: float) -> str:
 
 
 def _memory_history(rank: RankEvidence) -> list[str]:
-    history = [s.rss for s in rank.samples if s.rss] + [int(e.get("rss") or 0) for e in rank.happened("memory")]
+    history = [s.rss for s in rank.samples if s.rss] + [mark.rss for mark in rank.happened(MemoryMark)]
     if not history:
         return []
     first, most = history[0] / _GIB, max(history) / _GIB
@@ -307,15 +308,15 @@ def _explain_signal(
     memory = _memory_history(rank)
     pid = rank.exit.pid if rank.exit is not None else rank.pid
     if number == signal.SIGKILL:
-        kills = [r for r in evidence.said("oom") if r.get("pid") in (None, 0, pid)]
-        by_limit = next((k for k in kills if k.get("source") in ("cgroup", "limit")), None)
+        kills = [kill for kill in evidence.said(MemoryKill) if kill.pid in (0, pid)]
+        by_limit = next((kill for kill in kills if kill.source in ("cgroup", "limit")), None)
         if by_limit is not None:
-            whose = "its cgroup's memory limit" if by_limit.get("source") == "cgroup" else _limit_setting(evidence)
+            whose = "its cgroup's memory limit" if by_limit.source == "cgroup" else _limit_setting(evidence)
             title = f"rank {rank.rank} was killed by {whose}"
-            return "MC305", title, [f"observed: {by_limit.get('detail')}", *memory], rank.last_site()
+            return "MC305", title, [f"observed: {by_limit.detail}", *memory], rank.last_site()
         if kills:
             title = f"rank {rank.rank} was killed by the kernel's OOM killer"
-            return "MC304", title, [f"observed: {kills[0].get('detail')}", *memory], rank.last_site()
+            return "MC304", title, [f"observed: {kills[0].detail}", *memory], rank.last_site()
     if number in _FATAL_SIGNALS:
         if "bad_alloc" in rank.log_tail or "annot allocate memory" in rank.log_tail:
             title = f"rank {rank.rank} ran out of host memory and aborted"

@@ -11,23 +11,23 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from model_check.diagnose.bursts import burst_finding
 from model_check.diagnose.evidence import (
     P2P_OPS,
     WAIT_PHASES,
     Evidence,
-    ProcSample,
     RankEvidence,
     frame_of,
 )
 from model_check.diagnose.findings import make_finding
 from model_check.record import Finding
+from model_check.record.events.memory import Growth
+from model_check.record.events.process import LoaderWorker, Samples, Threads
+from model_check.record.process_sample import RankSample
 from model_check.record.ring import Crumb
 from model_check.record.stacks import Frame
 from model_check.record.stalls import stall_after_s
-from model_check.record.values import whole
 
 NEWEST = 40  # newest steps to look at
 NEWEST_BURSTS = 100  # the same, for a rank that is slow now and then
@@ -163,7 +163,7 @@ def _loader_wait(evidence: Evidence, number: int, steps: list[StepTimes]) -> flo
     If all loaders are equally slow, the rank whose batch comes last seems to hold up the others, because their next
     batches arrive while they wait for it.
     """
-    used = {rank.rank: _worker_cpu(rank) for rank in evidence.ranks.values() if rank.happened("loader_worker")}
+    used = {rank.rank: _worker_cpu(rank) for rank in evidence.ranks.values() if rank.happened(LoaderWorker)}
     own, others = used.get(number), [cpu for rank, cpu in used.items() if rank != number]
     if own is None or not others or own > max(LOADER_AT_WORK, STRAGGLER_RATIO * statistics.median(others)):
         return 0.0
@@ -172,11 +172,13 @@ def _loader_wait(evidence: Evidence, number: int, steps: list[StepTimes]) -> flo
 
 def _worker_cpu(rank: RankEvidence) -> float:
     """CPU seconds per second used by its loader workers."""
-    pids = {record.get("worker_pid") for record in rank.happened("loader_worker")}
-    seen = [(s.t, c.get("pid"), float(c.get("cpu_s") or 0)) for s in rank.samples[-5:] for c in s.children]
-    seconds = max((t for t, _, _ in seen), default=0.0) - min((t for t, _, _ in seen), default=0.0)
-    rise = {pid: [cpu for _, of, cpu in seen if of == pid] for pid in pids}
-    return sum(cpu[-1] - cpu[0] for cpu in rise.values() if cpu) / seconds if seconds > 0 else 0.0
+    samples = [sample for sample in rank.samples[-5:] if sample.children]
+    seconds = samples[-1].t - samples[0].t if samples else 0.0
+    used = 0.0
+    for pid in {worker.worker_pid for worker in rank.happened(LoaderWorker)}:
+        cpu = [child.cpu_s for sample in samples for child in sample.children if child.pid == pid]
+        used += cpu[-1] - cpu[0] if cpu else 0.0
+    return used / seconds if seconds > 0 else 0.0
 
 
 def _bursts(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
@@ -277,8 +279,8 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
 def _compute_threads(rank: RankEvidence) -> int:
     """Those beyond what every rank has, and no more than torch computes with where the rank said so: others wait."""
     beyond = max(0, rank.samples[-1].threads - IDLE_THREADS)
-    said = [record.get("compute") for record in rank.happened("threads")]
-    return min(beyond, said[-1]) if said and isinstance(said[-1], int) else beyond
+    said = rank.happened(Threads)
+    return min(beyond, said[-1].compute) if said else beyond
 
 
 def _recent_cpu(rank: RankEvidence) -> float:
@@ -289,11 +291,7 @@ def _recent_cpu(rank: RankEvidence) -> float:
 
 def _machine_cpu(evidence: Evidence) -> float:
     """How many processors of the machine were busy during the newest samples; 0 where they do not say."""
-    seen = [
-        (float(record["t"]), float(record["machine_cpu_s"]))
-        for record in evidence.said("sample")[-5:]
-        if isinstance(record.get("machine_cpu_s"), (int, float)) and isinstance(record.get("t"), (int, float))
-    ]
+    seen = [(look.t, look.machine_cpu_s) for look in evidence.said(Samples)[-5:] if look.machine_cpu_s is not None]
     seconds = seen[-1][0] - seen[0][0] if seen else 0.0
     return (seen[-1][1] - seen[0][1]) / seconds if seconds > 0 else 0.0
 
@@ -319,7 +317,7 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
     if not points or _paused(rank, points, evidence) > LEAK_PAUSED * (points[-1][0] - points[0][0]):
         return None
     slope = _slope(points)
-    told = [record for record in rank.happened("growth") if record.get("now")]
+    told = rank.happened(Growth)
     frame, place = _what_grows(told[-1], rank) if told else (None, [])
     if frame is None:
         frame = _phase_frame(rank, "forward")
@@ -348,22 +346,20 @@ def _paused(rank: RankEvidence, points: _Points, evidence: Evidence) -> float:
     return sum(end - begin for begin, end in gaps if end > begin)
 
 
-def _what_grows(record: Mapping[str, Any], rank: RankEvidence) -> tuple[Frame | None, list[str]]:
+def _what_grows(growth: Growth, rank: RankEvidence) -> tuple[Frame | None, list[str]]:
     """The container that grew between the rank's two counts, and the line that fills it, if known."""
-    kind, name = record.get("container"), str(record.get("name") or "")
-    called = f"`{name}`, a {kind} of {record.get('file')}," if name else f"a {kind} without a name"
-    size = whole(record.get("bytes"))
-    about = f", about {size / (1 << 20):.1f} MiB in all" if size else ""
-    grew = f"grew from {record.get('before')} to {record.get('now')} items in {record.get('seconds')} s{about}"
-    lines = [f"observed: {called} {grew}", f"observed: its newest item is a {record.get('item')}"]
-    line = whole(record.get("line"))
-    if line <= 0:
+    kind = growth.container
+    called = f"`{growth.name}`, a {kind} of {growth.file}," if growth.name else f"a {kind} without a name"
+    about = f", about {growth.bytes / (1 << 20):.1f} MiB in all" if growth.bytes else ""
+    grew = f"grew from {growth.before} to {growth.now} items in {growth.seconds} s{about}"
+    lines = [f"observed: {called} {grew}", f"observed: its newest item is a {growth.item}"]
+    if growth.line <= 0:
         return None, lines
-    frame = Frame(str(record.get("file")), line, "", root=rank.cwd)
+    frame = Frame(growth.file, growth.line, "", root=rank.cwd)
     return frame, [*lines, f"inferred: {frame.site} is the only line that fills it"]
 
 
-def _held(sample: ProcSample) -> int:
+def _held(sample: RankSample) -> int:
     """Without the pages of mapped files: a data set that is read through a map is no memory that runs out."""
     return max(0, sample.rss - sample.rss_file)
 

@@ -1,4 +1,4 @@
-"""The control groups of a process, and how many cores they leave it.
+"""The control groups of a process, and how much memory and how many cores they leave it.
 
 `docker --cpus 2` and a CPU limit of Kubernetes show all cores of the host, but may grant only the time of two.
 """
@@ -37,6 +37,22 @@ def memory_cgroups(pid: int) -> list[Path]:
                     break
                 folder = folder.parent
     return found
+
+
+def memory_limit(folder: Path) -> int | None:
+    """The cgroup's limit in bytes, or None where there is none."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        value = _read(folder / name)
+        # v1 writes "no limit" as a number near 2^63.
+        if value.isdigit() and int(value) < 1 << 60:
+            return int(value)
+    return None
+
+
+def container_limit() -> int | None:
+    """The tightest memory limit around this process, in bytes; None if there is none."""
+    limits = [limit for folder in memory_cgroups(os.getpid()) if (limit := memory_limit(folder)) is not None]
+    return min(limits, default=None)
 
 
 def usable_cores() -> int:

@@ -21,11 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from model_check.blackbox import outofmemory
 from model_check.blackbox.box import BOX, RANK_PID_VARIABLE
-from model_check.blackbox.memory_marks import MemoryMarks
-from model_check.blackbox.memory_owners import Owner, find_owners
-from model_check.blackbox.memory_reading import MemoryReading, read_host_limits, read_memory
-from model_check.blackbox.memory_snapshot import sum_up
+from model_check.blackbox.memory_holdings import find_owners, sum_up
+from model_check.blackbox.memory_marks import MemoryMarks, MemoryReading, read_host_limits, read_memory
 from model_check.record import RunDir
+from model_check.record.events.memory import Holding
 
 MIB = 1 << 20
 
@@ -66,11 +65,11 @@ def test_every_tensor_of_a_model_and_its_optimizer_has_an_owner() -> None:
     optimizer.step()
     owners = find_owners()
     weight = model[0].weight
-    assert owners[weight.untyped_storage().data_ptr()] == Owner("parameters", "0.weight", 7 * 5 * 4)
+    assert owners[weight.untyped_storage().data_ptr()] == Holding(7 * 5 * 4, 1, "parameters", "0.weight")
     assert weight.grad is not None
-    assert owners[weight.grad.untyped_storage().data_ptr()] == Owner("gradients", "0.weight", 7 * 5 * 4)
+    assert owners[weight.grad.untyped_storage().data_ptr()] == Holding(7 * 5 * 4, 1, "gradients", "0.weight")
     moment = optimizer.state[weight]["exp_avg"]
-    assert owners[moment.untyped_storage().data_ptr()] == Owner("optimizer", "exp_avg", 7 * 5 * 4)
+    assert owners[moment.untyped_storage().data_ptr()] == Holding(7 * 5 * 4, 1, "optimizer", "exp_avg")
     running = model[1].running_mean
     assert isinstance(running, torch.Tensor)
     assert owners[running.untyped_storage().data_ptr()].category == "parameters"
@@ -91,7 +90,7 @@ def test_a_snapshot_summed_up() -> None:
         {"blocks": [block(0, 64 * MIB), block(64 * MIB, 8 * MIB, "inactive"), block(72 * MIB, 32 * MIB, line=7)]},
         {"blocks": [block(200 * MIB, 32 * MIB, line=7), block(300 * MIB, 2 * MIB, "inactive")]},
     ]
-    found = sum_up(segments, {0: Owner("parameters", "w", 64 * MIB)}, users_line)
+    found = sum_up(segments, {0: Holding(64 * MIB, 1, "parameters", "w")}, users_line)
     assert found.categories == {"parameters": 64 * MIB, "activations and temporaries": 64 * MIB}
     assert (found.free_in_pieces, found.largest_piece) == (10 * MIB, 8 * MIB)
     kinds = {(h.category, h.count, h.bytes, h.name, h.line) for h in found.largest}

@@ -245,9 +245,9 @@ STARTS = (
     ),
     slow("every_rank_tracker", "MC109", (0, 1)),
     crash("half_written_cache", "MC110", None, exit_code=1, says=("tokens.pt",)),
-    slow("versions_differ", "MC105", (1,), says=("2.9.1",)),
-    slow("arguments_differ", "MC106", (1,), form="python", says=("3e-3",)),
-    slow("code_differs", "MC106", (1,), nproc=3, form="python", says=("train.py",)),
+    slow("versions_differ", "MC105", (1,), facts={"other": {"torch": {"1": "2.9.1"}}}),
+    slow("arguments_differ", "MC106", (1,), form="python", facts={"differs": ["arguments"]}),
+    slow("code_differs", "MC106", (1,), nproc=3, form="python", facts={"differs": ["hash of train.py"]}),
 )
 
 SLOWNESS = (
