@@ -228,4 +228,5 @@ def _with_token(evidence: Evidence, finding: Finding) -> Finding:
         tensor=str(record.get("module") or "") or finding.tensor,
         evidence=[line, *finding.evidence],
         fix=list(CATALOGUE["MC902"].fix),
+        facts={"token": largest, "rows": rows, "module": str(record.get("module") or "")},
     )

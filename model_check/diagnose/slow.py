@@ -29,8 +29,9 @@ from model_check.record.ring import Crumb
 from model_check.record.stacks import Frame
 from model_check.record.stalls import stall_after_s
 
-NEWEST = 40  # newest steps to look at
-NEWEST_BURSTS = 100  # the same, for a rank that is slow now and then
+NEWEST = 100  # newest steps to look at, for a rank that is slow now and then
+NEWEST_STRAGGLER = 20
+NEWEST_DATA = 40
 STRAGGLER_RATIO = 1.5
 STRAGGLER_STEPS = 5
 STRAGGLER_SHARE = 0.2
@@ -79,14 +80,18 @@ class StepTimes:
 def slow_findings(evidence: Evidence) -> list[Finding]:
     times = {rank.rank: step_times(rank) for rank in evidence.ranks.values()}
     times = {rank: steps for rank, steps in times.items() if len(steps) >= STRAGGLER_STEPS}
-    straggler = _straggler(evidence, times) or _bursts(evidence, times)
-    found = [straggler, _data_bound(evidence, times), _oversubscribed(evidence), *_leaks(evidence)]
+    # A rank that hands its results to one other is a pipeline stage: its work is another, not slower.
+    stages = any(crumb.op in P2P_OPS for rank in times for crumb in evidence.of(rank).crumbs)
+    comparable = len(times) > 1 and not stages
+    straggler = (_straggler(evidence, times) or _bursts(evidence, times)) if comparable else None
+    leaks = [_leak(evidence, rank) for rank in evidence.ranks.values()]
+    found = [straggler, _data_bound(evidence, times), _oversubscribed(evidence), *leaks]
     return [finding for finding in found if finding is not None]
 
 
-def step_times(rank: RankEvidence, newest: int = NEWEST) -> list[StepTimes]:
+def step_times(rank: RankEvidence) -> list[StepTimes]:
     """The newest whole steps of a rank, oldest first."""
-    marks = [i for i, c in enumerate(rank.crumbs) if c.event == "point" and c.phase == "step"][-(newest + 1) :]
+    marks = [i for i, c in enumerate(rank.crumbs) if c.event == "point" and c.phase == "step"][-(NEWEST + 1) :]
     begins: dict[int, Crumb] = {}
     steps = []
     for first, last in pairwise(marks):
@@ -119,9 +124,7 @@ def _median_phase(steps: list[StepTimes], phase: str) -> float:
 
 
 def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
-    if len(times) < 2 or any(_passes_work_on(evidence.of(rank)) for rank in times):
-        return None
-    newest = {rank: steps[-20:] for rank, steps in times.items()}
+    newest = {rank: steps[-NEWEST_STRAGGLER:] for rank, steps in times.items()}
     # The rank whose backward is shortest is the one that nobody kept waiting in it.
     # DDP reduces gradients inside backward, so what a backward takes beyond that is waiting, too.
     floor = min(_median_phase(steps, "backward") for steps in newest.values())
@@ -154,6 +157,8 @@ def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Find
         severity="warning",
         step=rank.step,
         phase=phase,
+        cause="every_step",
+        facts={"own_s": round(own[slowest], 4), "peers_s": round(others, 4)},
     )
 
 
@@ -183,17 +188,9 @@ def _worker_cpu(rank: RankEvidence) -> float:
 
 def _bursts(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
     """Looks at more steps; saving or evaluating on one rank does not count as slowness."""
-    if len(times) < 2 or any(_passes_work_on(evidence.of(rank)) for rank in times):
-        return None
-    longer = {rank: step_times(evidence.of(rank), NEWEST_BURSTS) for rank in times}
-    floor = min(_median_phase(steps, "backward") for steps in longer.values())
-    own = {rank: {s.step: s.unexplained(floor) for s in steps} for rank, steps in longer.items()}
-    return burst_finding(evidence, own, statistics.median(sum(s.whole for s in steps) for steps in longer.values()))
-
-
-def _passes_work_on(rank: RankEvidence) -> bool:
-    """A rank that hands its results to one other is a pipeline stage: its work is another, not slower."""
-    return any(crumb.op in P2P_OPS for crumb in rank.crumbs)
+    floor = min(_median_phase(steps, "backward") for steps in times.values())
+    own = {rank: {s.step: s.unexplained(floor) for s in steps} for rank, steps in times.items()}
+    return burst_finding(evidence, own, statistics.median(sum(s.whole for s in steps) for steps in times.values()))
 
 
 def _guilty_phase(newest: Mapping[int, list[StepTimes]], slowest: int) -> str | None:
@@ -224,7 +221,8 @@ def _phase_frame(rank: RankEvidence, phase: str | None) -> Frame | None:
 
 def _data_bound(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
     shares = {}
-    for number, steps in times.items():
+    for number, newest in times.items():
+        steps = newest[-NEWEST_DATA:]
         whole = sum(s.whole for s in steps)
         if len(steps) >= DATA_BOUND_STEPS and whole > 0:
             shares[number] = sum(s.phases.get("data", 0.0) for s in steps) / whole
@@ -296,15 +294,6 @@ def _machine_cpu(evidence: Evidence) -> float:
     return (seen[-1][1] - seen[0][1]) / seconds if seconds > 0 else 0.0
 
 
-def _leaks(evidence: Evidence) -> list[Finding]:
-    found = []
-    for rank in evidence.ranks.values():
-        finding = _leak(evidence, rank)
-        if finding is not None:
-            found.append(finding)
-    return found
-
-
 def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
     """Memory that climbs at one rate until the newest sample, while steps go on: only then is a forecast honest."""
     if not rank.step_times:
@@ -318,11 +307,14 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
         return None
     slope = _slope(points)
     told = rank.happened(Growth)
-    frame, place = _what_grows(told[-1], rank) if told else (None, [])
-    if frame is None:
-        frame = _phase_frame(rank, "forward")
-        where = "what holds the memory is not known" if not place else "the line that fills it is not known"
-        place = [*place, *([f"observed: the line is the forward of the step that ran; {where}"] if frame else [])]
+    growth = told[-1] if told else None
+    frame = Frame(growth.file, growth.line, "", root=rank.cwd) if growth is not None and growth.line > 0 else None
+    place = _what_grows(growth) if growth is not None else []
+    if frame is not None:
+        place.append(f"inferred: {frame.site} is the only line that fills it")
+    elif (frame := _phase_frame(rank, "forward")) is not None:
+        unknown = "the line that fills it" if growth is not None else "what holds the memory"
+        place.append(f"observed: the line is the forward of the step that ran; {unknown} is not known")
     return make_finding(
         "MC705",
         f"the memory of rank {rank.rank} grows by {slope * 3600 / _GIB:.2f} GiB an hour",
@@ -336,6 +328,10 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
         ],
         severity="warning",
         step=rank.step,
+        facts={
+            "gib_per_hour": round(slope * 3600 / _GIB, 3),
+            **({"container": growth.container, "name": growth.name, "item": growth.item} if growth is not None else {}),
+        },
     )
 
 
@@ -346,17 +342,13 @@ def _paused(rank: RankEvidence, points: _Points, evidence: Evidence) -> float:
     return sum(end - begin for begin, end in gaps if end > begin)
 
 
-def _what_grows(growth: Growth, rank: RankEvidence) -> tuple[Frame | None, list[str]]:
-    """The container that grew between the rank's two counts, and the line that fills it, if known."""
+def _what_grows(growth: Growth) -> list[str]:
+    """The container that grew between the rank's two counts."""
     kind = growth.container
     called = f"`{growth.name}`, a {kind} of {growth.file}," if growth.name else f"a {kind} without a name"
     about = f", about {growth.bytes / (1 << 20):.1f} MiB in all" if growth.bytes else ""
     grew = f"grew from {growth.before} to {growth.now} items in {growth.seconds} s{about}"
-    lines = [f"observed: {called} {grew}", f"observed: its newest item is a {growth.item}"]
-    if growth.line <= 0:
-        return None, lines
-    frame = Frame(growth.file, growth.line, "", root=rank.cwd)
-    return frame, [*lines, f"inferred: {frame.site} is the only line that fills it"]
+    return [f"observed: {called} {grew}", f"observed: its newest item is a {growth.item}"]
 
 
 def _held(sample: RankSample) -> int:

@@ -46,7 +46,7 @@ def test_a_rank_that_stops_now_and_then_is_a_straggler(stage):
     burst(stage, lines=[30])
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks, finding.victims, finding.phase) == ("MC701", [1], [0], "forward")
-    assert stage.line(finding) == 30 and "now and then" in finding.title
+    assert stage.line(finding) == 30 and finding.cause == "now_and_then"
 
 
 @pytest.mark.parametrize("how", [{"lines": [20, 30]}, {"lines": [30], "peer_too": True}], ids=["places", "peers"])

@@ -91,8 +91,8 @@ def slow(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -
     return Fault(name, frozenset(codes.split()), ranks, SLOW_S, severity="warning", **more)  # type: ignore[arg-type]
 
 
-def leak(name: str, ranks: tuple[int, ...], *says: str) -> Fault:
-    return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", says=says)
+def leak(name: str, ranks: tuple[int, ...], **facts: object) -> Fault:
+    return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", facts=facts)
 
 
 MISMATCHES = (
@@ -226,7 +226,7 @@ CRASHES = (
     crash("weights_cut_off", "MC601", (0, 1), exit_code=1, says=("model.safetensors", "SafetensorError")),
     crash("pickle_cut_off", "MC601", (0,), exit_code=1, says=("UnpicklingError", "os.replace")),
     crash("import_error", "MC310", (1,), exit_code=1, says=("fast_tokenizer_kernels",)),
-    crash("cuda_device_assert", "MC902", (1,), needs="gpu", says=("token id 100", "100 rows")),
+    crash("cuda_device_assert", "MC902", (1,), needs="gpu", facts={"token": 100, "rows": 100}),
     crash("cuda_index_assert", "MC311", (1,), needs="gpu"),
     crash("cuda_out_of_memory", "MC501", (1,), needs="gpu"),
 )
@@ -251,14 +251,20 @@ STARTS = (
 )
 
 SLOWNESS = (
-    slow("straggler", "MC701", (1,)),
-    slow("straggler_in_bursts", "MC701", (1,), says=("now and then",)),
-    slow("loader_in_bursts", "MC701", (2,), nproc=3, says=("now and then",)),
+    slow("straggler", "MC701", (1,), cause="every_step"),
+    slow("straggler_in_bursts", "MC701", (1,), cause="now_and_then"),
+    slow("loader_in_bursts", "MC701", (2,), nproc=3, cause="now_and_then"),
     slow("data_bound", "MC702", (0, 1)),
     slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
-    leak("leak", (0,), "`history`, a list of", "Tensor float32[2048, 64]", "with its graph"),
-    leak("leak_of_objects", (1,), "`seen`, a dict of", "dict of (sample: str"),
-    leak("leak_in_attribute", (1,), "`outputs`, a deque of", "Tensor float32[512, 64] on cpu"),
+    leak(
+        "leak",
+        (0,),
+        name="history",
+        container="list",
+        item="tuple of (Tensor float32[] on cpu with its graph, Tensor float32[2048, 64] on cpu)",
+    ),
+    leak("leak_of_objects", (1,), name="seen", container="dict", item="dict of (sample: str, loss: list of (float))"),
+    leak("leak_in_attribute", (1,), name="outputs", container="deque", item="Tensor float32[512, 64] on cpu"),
 )
 
 FRAMEWORKS = (
@@ -306,7 +312,7 @@ NUMERICS = (
     crash("nan_loss_exits", "MC401", (1,), exit_code=3, says=("log", "then exited with code 3")),
     crash("clip_raises", "MC402", (1,), exit_code=1, says=("sqrt", "ranks 0 and 1 then raised RuntimeError")),
     crash("loss_too_large", "MC301", (1,), exit_code=1, says=("raised ValueError: loss is ",)),
-    crash("token_without_row", "MC902", (1,), exit_code=1, says=("117", "100 rows", "tokens")),
+    crash("token_without_row", "MC902", (1,), exit_code=1, facts={"token": 117, "rows": 100, "module": "tokens"}),
 )
 
 # Nothing is broken yet: the run ends as it would have without us.
