@@ -16,7 +16,7 @@ from typing import Any
 
 from model_check.blackbox import compiler
 from model_check.blackbox.box import BOX
-from model_check.blackbox.gate_patches import through_the_gate
+from model_check.blackbox.gate import through_the_gate
 from model_check.blackbox.spans import span
 from model_check.record.events.memory import RecordingFailed
 

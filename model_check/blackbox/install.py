@@ -13,7 +13,7 @@ from model_check.blackbox import (
     compiler,
     endings,
     exceptions,
-    gate_patches,
+    gate,
     memory_marks,
     outofmemory,
     silent_handlers,
@@ -54,7 +54,7 @@ def install(run_dir: Path | str, rank: int | None = None, **identity: Any) -> No
         BOX.open(rank, **identity)
         stack_access.install()
         memory_marks.mark("start")
-        gate_patches.open_for(rank)
+        gate.open_for(rank)
     _install_hooks()
 
 
@@ -111,7 +111,7 @@ def _patches() -> dict[str, Callable[[ModuleType], None]]:
         "torch.optim.optimizer": training("patch_optimizer"),
         "torch.amp.grad_scaler": training("patch_scaler"),
         "torch._dynamo.eval_frame": compiler.patch_eval_frame,
-        "torch._inductor.compile_fx": gate_patches.patch_inductor,
+        "torch._inductor.compile_fx": gate.patch_inductor,
     }
 
 

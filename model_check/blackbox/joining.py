@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
-from model_check.blackbox import gate_patches, memory_marks, native_collectives, stack_access
+from model_check.blackbox import gate, memory_marks, native_collectives, stack_access
 from model_check.blackbox.box import BOX, SpanKind, rank_from_environment
 from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.groups import GROUPS
@@ -110,7 +110,7 @@ def _open_as(rank: int, world_size: int | None, store: str) -> None:
         BOX.open(rank)
         stack_access.install()
         memory_marks.mark("start")
-        gate_patches.open_for(rank)
+        gate.open_for(rank)
 
 
 def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +118,7 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        gate_patches.let_go()
+        gate.let_go()
         if BOX.run_dir is None or torch.distributed.is_initialized():
             return original(*args, **kwargs)
         try:

@@ -10,7 +10,6 @@ exception is looked at on its way.
 from __future__ import annotations
 
 import pickle
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,13 +24,11 @@ from model_check.blackbox.current_phase import step_around
 from model_check.blackbox.memory_marks import read_host_limits, resident_bytes, shared_out_bytes
 from model_check.blackbox.relayed_errors import words
 from model_check.record import write_json_atomic
+from model_check.record.error_texts import HOST_OOM
 from model_check.record.events.memory import OutOfMemory, RecordingFailed
 
 # A script that searches for its largest batch runs out of memory on purpose, again and again.
 MOST_CAPTURES = 3
-_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB|[KMGT]B)?")
-_UNITS = {None: 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_HOST_MESSAGE = re.compile(r"std::bad_alloc|DefaultCPUAllocator|can't allocate memory|cannot allocate memory", re.I)
 NOTED_STEPS = 3
 NOTED_S = 300.0  # limit if no torch optimizer ever steps
 
@@ -132,7 +129,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Of the device or of the host."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and _HOST_MESSAGE.search(words(error)) is not None
+    return isinstance(error, RuntimeError) and HOST_OOM.search(words(error)) is not None
 
 
 def note(error: BaseException) -> None:
@@ -213,7 +210,7 @@ def _capture_host(error: BaseException) -> None:
     _write(
         OutOfMemory(
             device="cuda" if type(error).__name__ == "OutOfMemoryError" else "cpu",
-            requested=requested_bytes(words(error)),
+            requested=OutOfMemory.told_by(words(error)).requested,
             rss=resident_bytes(),
             pss=shared_out_bytes(),
             limits=read_host_limits(),
@@ -221,14 +218,6 @@ def _capture_host(error: BaseException) -> None:
             **holdings,
         )
     )
-
-
-def requested_bytes(message: str) -> int | None:
-    """The size in `Tried to allocate 2.00 GiB` or `you tried to allocate 4096 bytes`."""
-    found = _REQUESTED.search(message)
-    if found is None or found[2] not in _UNITS:
-        return None
-    return round(float(found[1].rstrip(".")) * _UNITS[found[2]])
 
 
 def _write(account: OutOfMemory, snapshot: Any = None) -> None:

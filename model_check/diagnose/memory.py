@@ -7,7 +7,6 @@ free in sum, but in pieces that are all too small, is lost to the layout of the 
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from model_check.diagnose.collectives import ranks_text
@@ -20,11 +19,6 @@ from model_check.record.run_plan import RunPlan
 GIB = 1 << 30
 # Free memory in pieces counts as fragmentation from this share of the device on: a little is always in pieces.
 FRAGMENTED_SHARE = 0.1
-_SIZE = r"([\d.]+) ([KMGT]i?B|bytes)"
-_REQUESTED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
-_CAPACITY = re.compile(rf"total capacity of {_SIZE} of which {_SIZE} is free")
-_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch, and {_SIZE} is reserved by PyTorch but unallocated")
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SHOWN = 5
 _WORTH_SHOWING = 0.01  # of what is in use
 
@@ -32,7 +26,7 @@ _WORTH_SHOWING = 0.01  # of what is in use
 def memory_account(rank: RankEvidence, message: str, *, on_device: bool) -> OutOfMemory:
     """The rank's own record of its last moment without memory, or what the exception's message says."""
     records = rank.happened(OutOfMemory)
-    told = _from_message(message)
+    told = OutOfMemory.told_by(message)
     if not records:
         return told
     account = records[-1]
@@ -41,21 +35,6 @@ def memory_account(rank: RankEvidence, message: str, *, on_device: bool) -> OutO
     # The allocator of the device was not ours to watch: the rank knows whose tensors there are, the message how much.
     requested = account.requested or told.requested
     return replace(told, requested=requested, categories=account.categories, largest=account.largest)
-
-
-def _from_message(message: str) -> OutOfMemory:
-    requested, capacity, held = (pattern.search(message) for pattern in (_REQUESTED, _CAPACITY, _ALLOCATED))
-    return OutOfMemory(
-        requested=_bytes(requested[1], requested[2]) if requested else None,
-        total=_bytes(capacity[1], capacity[2]) if capacity else None,
-        free=_bytes(capacity[3], capacity[4]) if capacity else None,
-        allocated=_bytes(held[1], held[2]) if held else None,
-        free_in_pieces=_bytes(held[3], held[4]) if held else 0,
-    )
-
-
-def _bytes(number: str, unit: str) -> int:
-    return round(float(number.rstrip(".") or 0) * _UNITS.get(unit, 1))
 
 
 def is_fragmented(account: OutOfMemory) -> bool:

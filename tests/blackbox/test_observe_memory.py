@@ -24,7 +24,7 @@ from model_check.blackbox.box import BOX, RANK_PID_VARIABLE
 from model_check.blackbox.memory_holdings import find_owners, sum_up
 from model_check.blackbox.memory_marks import MemoryMarks, MemoryReading, read_host_limits, read_memory
 from model_check.record import RunDir
-from model_check.record.events.memory import Holding
+from model_check.record.events.memory import Holding, OutOfMemory
 
 MIB = 1 << 20
 
@@ -119,7 +119,7 @@ def test_no_byte_in_use_is_lost(blocks: list[tuple[int, str]]) -> None:
     ],
 )
 def test_the_size_asked_for_is_in_the_message(message: str, size: int | None) -> None:
-    assert outofmemory.requested_bytes(message) == size
+    assert OutOfMemory.told_by(message).requested == size
 
 
 @pytest.mark.parametrize(
@@ -324,9 +324,9 @@ def box(tmp_path: Path) -> Iterator[Path]:
     os.environ.pop(RANK_PID_VARIABLE, None)
 
 
-def out_of_memory_events(root: Path) -> list[dict[str, Any]]:
+def events_of(root: Path, kind: str = "out_of_memory") -> list[dict[str, Any]]:
     rows = (root / "events" / "rank-00003.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, rows) if event["event"] == "out_of_memory"]
+    return [event for event in map(json.loads, rows) if event["event"] == kind]
 
 
 def test_what_the_allocator_says_is_written_before_it_raises(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_what_the_allocator_says_is_written_before_it_raises(box: Path, monkeypa
     stats = {"allocated_bytes.all.current": 96 * MIB, "reserved_bytes.all.current": 128 * MIB}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     outofmemory._allocator_failed(0, 64 * MIB, 130 * MIB, 2 * MIB)
-    (event,) = out_of_memory_events(box)
+    (event,) = events_of(box)
     assert (event["requested"], event["total"], event["free"]) == (64 * MIB, 130 * MIB, 2 * MIB)
     assert (event["allocated"], event["reserved"], event["free_in_pieces"]) == (96 * MIB, 128 * MIB, 32 * MIB)
     assert event["categories"] == {"activations and temporaries": 96 * MIB}
@@ -356,8 +356,8 @@ def test_a_look_that_fails_says_so_and_harms_nobody(box: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "memory_stats", broken)
     for _ in range(outofmemory.MOST_CAPTURES + 2):
         outofmemory._allocator_failed(0, 1, 2, 3)
-    events = out_of_memory_events(box)
-    assert [event["failed"] for event in events] == ["RuntimeError: no such device"] * outofmemory.MOST_CAPTURES
+    events = events_of(box, "recording_failed")
+    assert [event["error"] for event in events] == ["RuntimeError: no such device"] * outofmemory.MOST_CAPTURES
 
 
 def test_an_error_on_its_way_out_is_looked_at_once(box: Path) -> None:
@@ -367,8 +367,8 @@ def test_an_error_on_its_way_out_is_looked_at_once(box: Path) -> None:
     except torch.OutOfMemoryError as error:
         outofmemory.note(error)
         outofmemory.note(error)
-    (event,) = out_of_memory_events(box)
+    (event,) = events_of(box)
     assert (event["kind"], event["requested"], event["rank"]) == ("device", 2 << 30, 3)
     assert event["categories"]["parameters"] >= model.weight.nbytes
     outofmemory.note(ValueError("something else"))
-    assert len(out_of_memory_events(box)) == 1
+    assert len(events_of(box)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback as tracebacks
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,11 @@ from typing import Any
 from model_check.record.events.base import Event
 
 _LONGEST_TRACE = 4000  # characters
+_SIZE = r"([\d.]+) ([KMGT]i?B|bytes)"
+_REQUESTED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
+_CAPACITY = re.compile(rf"total capacity of {_SIZE} of which {_SIZE} is free")
+_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch, and {_SIZE} is reserved by PyTorch but unallocated")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +108,22 @@ class OutOfMemory(Event, kind="out_of_memory"):
 
     def body(self) -> dict[str, Any]:
         return {"kind": "host" if self.device == "cpu" else "device", **super().body()}
+
+    @classmethod
+    def told_by(cls, message: str) -> OutOfMemory:
+        """What the text of torch's own error says."""
+        requested, capacity, held = (pattern.search(message) for pattern in (_REQUESTED, _CAPACITY, _ALLOCATED))
+        return cls(
+            requested=_bytes(requested[1], requested[2]) if requested else None,
+            total=_bytes(capacity[1], capacity[2]) if capacity else None,
+            free=_bytes(capacity[3], capacity[4]) if capacity else None,
+            allocated=_bytes(held[1], held[2]) if held else None,
+            free_in_pieces=_bytes(held[3], held[4]) if held else 0,
+        )
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number.rstrip(".") or 0) * _UNITS.get(unit, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
