@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,38 +26,31 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 Turn = Literal["START", "POST-IMPORT", "POST-MODEL", "FIRST-STEP"]
 
 
-@dataclass(frozen=True)
-class MemoryReading:
-    """Bytes: of the host as the kernel counts it, of the device as torch does. `pss` shares out pages that several
-    ranks hold together (None: the kernel does not say); the device's numbers are None for a process that uses none."""
-
-    rss: int
-    pss: int | None
-    allocated: int | None = None
-    reserved: int | None = None
-    peak: int | None = None
-
-    def describe(self) -> str:
-        """RSS 1.21 GiB, PSS 0.40 GiB, device 33.42 GiB allocated, 34.10 reserved, 33.42 at its peak"""
-        words = [f"RSS {self.rss / GIB:.2f} GiB"]
-        if self.pss is not None:
-            words.append(f"PSS {self.pss / GIB:.2f} GiB")
-        if self.allocated is not None and self.reserved is not None and self.peak is not None:
-            words.append(
-                f"device {self.allocated / GIB:.2f} GiB allocated, {self.reserved / GIB:.2f} reserved, "
-                f"{self.peak / GIB:.2f} at its peak"
-            )
-        return ", ".join(words)
-
-
-def read_memory() -> MemoryReading:
+def read_memory() -> MemoryMark:
     """Now. Asks torch only where CUDA is already in use: a look must not create a context."""
-    host = resident_bytes(), shared_out_bytes()
+    held = MemoryMark(rss=resident_bytes(), pss=shared_out_bytes())
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return MemoryReading(*host)
-    cuda = torch.cuda
-    return MemoryReading(*host, cuda.memory_allocated(), cuda.memory_reserved(), cuda.max_memory_allocated())
+        return held
+    return replace(
+        held,
+        allocated=torch.cuda.memory_allocated(),
+        reserved=torch.cuda.memory_reserved(),
+        peak=torch.cuda.max_memory_allocated(),
+    )
+
+
+def in_words(held: MemoryMark) -> str:
+    """RSS 1.21 GiB, PSS 0.40 GiB, device 33.42 GiB allocated, 34.10 reserved, 33.42 at its peak"""
+    words = [f"RSS {held.rss / GIB:.2f} GiB"]
+    if held.pss is not None:
+        words.append(f"PSS {held.pss / GIB:.2f} GiB")
+    if held.allocated is not None and held.reserved is not None and held.peak is not None:
+        words.append(
+            f"device {held.allocated / GIB:.2f} GiB allocated, {held.reserved / GIB:.2f} reserved, "
+            f"{held.peak / GIB:.2f} at its peak"
+        )
+    return ", ".join(words)
 
 
 def resident_bytes() -> int:
@@ -118,7 +111,7 @@ class MemoryMarks:
         if turn in self._reached:
             return
         self._reached.add(turn)
-        reading = read_memory()
-        self._say(f"MEM:{turn} {reading.describe()}")
+        held = read_memory()
+        self._say(f"MEM:{turn} {in_words(held)}")
         if BOX.recorder is not None:
-            BOX.event(MemoryMark(mark=turn, at=turn.lower(), step=BOX.recorder.steps, **vars(reading)))
+            BOX.event(replace(held, mark=turn, at=turn.lower(), step=BOX.recorder.steps))

@@ -7,6 +7,7 @@ answer at all while the GIL is held. The client imports no torch.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -70,19 +71,9 @@ class Service:
             server = _WorkerServer(path)
             _post(path, "ping", _TIMEOUT_S)
         Path(path).chmod(0o600)
-        _never_destroyed.append(server)
-        _keep_alive(server)
+        # One reference too many: the destructor would log on the script's standard error while the interpreter ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
         return cls(path, os.getpid())
-
-
-_never_destroyed: list[Any] = []
-
-
-def _keep_alive(server: Any) -> None:
-    """One reference too many: the destructor would log on the script's standard error while the interpreter ends."""
-    import ctypes
-
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
 
 
 class _QuietStart:

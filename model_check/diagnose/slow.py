@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -177,13 +177,16 @@ def _loader_wait(evidence: Evidence, number: int, steps: list[StepTimes]) -> flo
 
 def _worker_cpu(rank: RankEvidence) -> float:
     """CPU seconds per second used by its loader workers."""
-    samples = [sample for sample in rank.samples[-5:] if sample.children]
-    seconds = samples[-1].t - samples[0].t if samples else 0.0
-    used = 0.0
-    for pid in {worker.worker_pid for worker in rank.happened(LoaderWorker)}:
-        cpu = [child.cpu_s for sample in samples for child in sample.children if child.pid == pid]
-        used += cpu[-1] - cpu[0] if cpu else 0.0
-    return used / seconds if seconds > 0 else 0.0
+    return sum(
+        _per_second([(s.t, child.cpu_s) for s in rank.samples[-5:] for child in s.children if child.pid == pid])
+        for pid in {worker.worker_pid for worker in rank.happened(LoaderWorker)}
+    )
+
+
+def _per_second(seen: Sequence[tuple[float, float]]) -> float:
+    """How fast a count rises, from (time, count), oldest first."""
+    seconds = seen[-1][0] - seen[0][0] if seen else 0.0
+    return (seen[-1][1] - seen[0][1]) / seconds if seconds > 0 else 0.0
 
 
 def _bursts(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
@@ -282,16 +285,13 @@ def _compute_threads(rank: RankEvidence) -> int:
 
 
 def _recent_cpu(rank: RankEvidence) -> float:
-    samples = rank.samples[-5:]
-    seconds = samples[-1].t - samples[0].t
-    return (samples[-1].cpu_s - samples[0].cpu_s) / seconds if seconds > 0 else 0.0
+    return _per_second([(sample.t, sample.cpu_s) for sample in rank.samples[-5:]])
 
 
 def _machine_cpu(evidence: Evidence) -> float:
     """How many processors of the machine were busy during the newest samples; 0 where they do not say."""
-    seen = [(look.t, look.machine_cpu_s) for look in evidence.said(Samples)[-5:] if look.machine_cpu_s is not None]
-    seconds = seen[-1][0] - seen[0][0] if seen else 0.0
-    return (seen[-1][1] - seen[0][1]) / seconds if seconds > 0 else 0.0
+    looks = evidence.said(Samples)[-5:]
+    return _per_second([(look.t, look.machine_cpu_s) for look in looks if look.machine_cpu_s is not None])
 
 
 def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:

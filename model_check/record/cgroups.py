@@ -49,6 +49,29 @@ def memory_limit(folder: Path) -> int | None:
     return None
 
 
+def memory_in_use(folder: Path) -> int | None:
+    """What the cgroup's processes hold, in bytes, without the file cache that the kernel gives back when asked."""
+    held = next((v for n in ("memory.current", "memory.usage_in_bytes") if (v := _read(folder / n)).isdigit()), None)
+    if held is None:
+        return None
+    cache = 0
+    for line in _read(folder / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file"):
+            cache = int(value)
+    return max(0, int(held) - cache)
+
+
+def kill_count(folder: Path) -> int | None:
+    """How many processes the kernel has killed in this cgroup, or None where it does not say."""
+    for name in ("memory.events", "memory.oom_control"):
+        for line in _read(folder / name).splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill" and value.isdigit():
+                return int(value)
+    return None
+
+
 def container_limit() -> int | None:
     """The tightest memory limit around this process, in bytes; None if there is none."""
     limits = [limit for folder in memory_cgroups(os.getpid()) if (limit := memory_limit(folder)) is not None]

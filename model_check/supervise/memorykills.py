@@ -10,40 +10,10 @@ import os
 import re
 from pathlib import Path
 
-from model_check.record.cgroups import memory_cgroups, memory_limit
+from model_check.record.cgroups import kill_count, memory_cgroups, memory_limit
 from model_check.record.events.memory import MemoryKill
 
 _KILLED = re.compile(r"(?P<memcg>Memory cgroup )?[Oo]ut of memory: Killed process (?P<pid>\d+) \((?P<comm>[^)]*)\)")
-
-
-def _value(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def kill_count(folder: Path) -> int | None:
-    """How many processes the kernel has killed in this cgroup, or None where it does not say."""
-    for name in ("memory.events", "memory.oom_control"):
-        for line in _value(folder / name).splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill" and value.isdigit():
-                return int(value)
-    return None
-
-
-def memory_in_use(folder: Path) -> int | None:
-    """What the cgroup's processes hold, in bytes, without the file cache that the kernel gives back when asked."""
-    held = next((v for n in ("memory.current", "memory.usage_in_bytes") if (v := _value(folder / n)).isdigit()), None)
-    if held is None:
-        return None
-    cache = 0
-    for line in _value(folder / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key in ("inactive_file", "total_inactive_file"):
-            cache = int(value)
-    return max(0, int(held) - cache)
 
 
 class KernelLog:

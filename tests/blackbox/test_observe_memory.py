@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from model_check.blackbox import outofmemory
 from model_check.blackbox.box import BOX, RANK_PID_VARIABLE
 from model_check.blackbox.memory_holdings import find_owners, sum_up
-from model_check.blackbox.memory_marks import MemoryMarks, MemoryReading, read_host_limits, read_memory
+from model_check.blackbox.memory_marks import MemoryMarks, in_words, read_host_limits, read_memory
 from model_check.record import RunDir
-from model_check.record.events.memory import Holding, OutOfMemory
+from model_check.record.events.memory import Holding, MemoryMark, OutOfMemory
 
 MIB = 1 << 20
 
@@ -43,10 +43,10 @@ def test_a_reading_is_the_kernels() -> None:
 
 def test_a_reading_in_words() -> None:
     gib = 1 << 30
-    on_gpu = MemoryReading(gib, gib // 2, 3 * gib, 4 * gib, 5 * gib)
+    on_gpu = MemoryMark(rss=gib, pss=gib // 2, allocated=3 * gib, reserved=4 * gib, peak=5 * gib)
     words = "RSS 1.00 GiB, PSS 0.50 GiB, device 3.00 GiB allocated, 4.00 reserved, 5.00 at its peak"
-    assert on_gpu.describe() == words
-    assert MemoryReading(gib, None).describe() == "RSS 1.00 GiB"
+    assert in_words(on_gpu) == words
+    assert in_words(MemoryMark(rss=gib)) == "RSS 1.00 GiB"
 
 
 def test_marks_are_made_once_and_in_words() -> None:

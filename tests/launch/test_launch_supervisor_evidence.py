@@ -21,13 +21,13 @@ from launch_jobs import wait_until
 
 from model_check.blackbox.recorder import Recorder
 from model_check.record import RunDir
-from model_check.record.cgroups import memory_cgroups, memory_limit
+from model_check.record.cgroups import kill_count, memory_cgroups, memory_limit
 from model_check.record.events.memory import MemoryKill
 from model_check.record.ring import FLAG_ASYNC
 from model_check.record.typed import to_json
 from model_check.record.user_code import is_user_file
 from model_check.supervise import processes, stacks
-from model_check.supervise.memorykills import KernelLog, kill_count, parse_kill
+from model_check.supervise.memorykills import KernelLog, parse_kill
 from model_check.supervise.process_exits import ExitWatcher, decode_wait_status
 from model_check.supervise.pulse import Pulse
 from model_check.supervise.waiting import Activity, activities, waiting_line
