@@ -91,7 +91,7 @@ def slow(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -
     return Fault(name, frozenset(codes.split()), ranks, SLOW_S, severity="warning", **more)  # type: ignore[arg-type]
 
 
-def leak(name: str, ranks: tuple[int, ...], **facts: object) -> Fault:
+def leak(name: str, ranks: tuple[int, ...], facts: dict[str, object]) -> Fault:
     return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", facts=facts)
 
 
@@ -259,12 +259,22 @@ SLOWNESS = (
     leak(
         "leak",
         (0,),
-        name="history",
-        container="list",
-        item="tuple of (Tensor float32[] on cpu with its graph, Tensor float32[2048, 64] on cpu)",
+        {
+            "name": "history",
+            "container": "list",
+            "item": "tuple of (Tensor float32[] on cpu with its graph, Tensor float32[2048, 64] on cpu)",
+        },
     ),
-    leak("leak_of_objects", (1,), name="seen", container="dict", item="dict of (sample: str, loss: list of (float))"),
-    leak("leak_in_attribute", (1,), name="outputs", container="deque", item="Tensor float32[512, 64] on cpu"),
+    leak(
+        "leak_of_objects",
+        (1,),
+        {"name": "seen", "container": "dict", "item": "dict of (sample: str, loss: list of (float))"},
+    ),
+    leak(
+        "leak_in_attribute",
+        (1,),
+        {"name": "outputs", "container": "deque", "item": "Tensor float32[512, 64] on cpu"},
+    ),
 )
 
 FRAMEWORKS = (
