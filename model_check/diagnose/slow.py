@@ -245,6 +245,7 @@ def _data_bound(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Fin
         severity="warning",
         step=rank.step,
         phase="data",
+        facts={"share": round(statistics.median(shares.values()), 3)},
     )
 
 
@@ -274,6 +275,7 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
         fix=[f"set OMP_NUM_THREADS={max(1, cores // max(1, len(threads)))} for this many ranks on {cores} cores"],
         severity="warning",
         phase="forward",
+        facts={"threads": total, "cores": cores},
     )
 
 

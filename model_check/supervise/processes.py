@@ -275,10 +275,6 @@ def command_of(pid: int) -> list[str]:
     return [part for part in _read(pid, "cmdline").split("\0") if part]
 
 
-def working_directory_of(pid: int) -> str:
-    return _link(pid, "cwd")
-
-
 def kernel_stack(pid: int) -> list[str]:
     """Where the kernel has the main thread (needs privileges): innermost first, symbols only."""
     frames = []
@@ -287,20 +283,6 @@ def kernel_stack(pid: int) -> list[str]:
         if symbol:
             frames.append(symbol)
     return frames
-
-
-def processes_with_environment(name: str, value: str) -> list[int]:
-    """Every live process that was started with NAME=VALUE, wherever it now hangs in the process tree."""
-    needle = f"{name}={value}".encode()
-    found = []
-    for pid in psutil.pids():
-        try:
-            raw = (PROC / str(pid) / "environ").read_bytes()
-        except OSError:
-            continue
-        if needle in raw.split(b"\0") and is_alive(pid):
-            found.append(pid)
-    return found
 
 
 @dataclass(frozen=True)

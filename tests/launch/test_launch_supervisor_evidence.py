@@ -135,14 +135,6 @@ def test_who_holds_a_port() -> None:
     assert processes.port_holder(port) is None
 
 
-def test_processes_are_found_by_a_variable_of_their_environment(python: Any) -> None:
-    value = f"value-{os.getpid()}"
-    with subprocess.Popen(["sleep", "100"], env={**os.environ, "MODEL_CHECK_TEST_MARK": value}) as process:
-        assert _until(lambda: processes.processes_with_environment("MODEL_CHECK_TEST_MARK", value)) == [process.pid]
-        assert processes.processes_with_environment("MODEL_CHECK_TEST_MARK", value[:-1]) == []
-        process.kill()
-
-
 def test_exits_come_in_their_order_with_code_and_signal(python: Any) -> None:
     watcher = ExitWatcher()
     try:

@@ -43,6 +43,7 @@ SLOWNESS: dict[str, Entry] = {
         ),
         "data 180 ms, forward and backward 20 ms",
         ours=("raise training.num_workers", "prepare the data once, ahead of training: model-check prepare"),
+        facts={"share": "of a step that the loader takes, from 0 to 1"},
     ),
     "MC704": Entry(
         "CPU oversubscription",
@@ -51,6 +52,7 @@ SLOWNESS: dict[str, Entry] = {
         "Threads of all ranks against cores, while the cores are saturated.",
         ("OMP_NUM_THREADS = cores / ranks", "torch.set_num_threads(…) to the same"),
         "8 ranks × 64 threads on 64 cores",
+        facts={"threads": "that compute, of all ranks", "cores": "of the host"},
     ),
     "MC705": Entry(
         "host memory leak",
