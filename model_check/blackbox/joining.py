@@ -18,11 +18,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
-from model_check.blackbox import gate, memory_marks, native_collectives, stack_access
+from model_check.blackbox import gate, memory_marks, native_collectives
 from model_check.blackbox.box import BOX, SpanKind, rank_from_environment
 from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.groups import GROUPS
-from model_check.blackbox.service import Service
+from model_check.blackbox.service import Service, write_stacks_on_demand
 from model_check.blackbox.spans import spanned
 from model_check.record.events.process import Threads, Versions
 from model_check.record.process_identity import is_near, live_pid
@@ -108,7 +108,7 @@ def _open_as(rank: int, world_size: int | None, store: str) -> None:
         return
     if _may_become(rank, world_size, store):
         BOX.open(rank)
-        stack_access.install()
+        write_stacks_on_demand()
         memory_marks.mark("start")
         gate.open_for(rank)
 

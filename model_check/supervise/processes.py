@@ -41,30 +41,8 @@ _SYSCALLS: dict[str, dict[int, str]] = {
     },
 }  # fmt: skip
 _SYSCALL_NAMES = _SYSCALLS.get(platform.machine(), {})
-_ON_DESCRIPTOR = frozenset(
-    [
-        "read",
-        "write",
-        "pread64",
-        "pwrite64",
-        "readv",
-        "writev",
-        "accept",
-        "accept4",
-        "connect",
-        "sendto",
-        "recvfrom",
-        "sendmsg",
-        "recvmsg",
-        "fcntl",
-        "flock",
-        "fsync",
-        "fdatasync",
-        "epoll_wait",
-        "epoll_pwait",
-        "epoll_pwait2",
-    ]
-)
+# The first argument of these is a small number too, but no descriptor.
+_NOT_ON_DESCRIPTOR = frozenset({"select", "pselect6", "pause", "wait4", "waitid", "clock_nanosleep"})
 
 
 @dataclass(frozen=True)
@@ -188,16 +166,16 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def _system_call(pid: int) -> tuple[str, int | None, str]:
-    """The system call the main thread sleeps in, its file descriptor and what that is."""
+    """The system call the main thread sleeps in; its file descriptor and what that is, if it has one."""
     fields = _read(pid, "syscall").split()
     if len(fields) < 2 or not fields[0].isdigit():
         return "", None, ""
-    number = int(fields[0])
-    name = _SYSCALL_NAMES.get(number, f"syscall-{number}")
-    if name not in _ON_DESCRIPTOR:
-        return name, None, ""
+    name = _SYSCALL_NAMES.get(int(fields[0]))
+    if name is None:
+        return f"syscall-{fields[0]}", None, ""
     descriptor = int(fields[1], 16)
-    return name, descriptor, _link(pid, f"fd/{descriptor}")
+    target = "" if name in _NOT_ON_DESCRIPTOR else _link(pid, f"fd/{descriptor}")
+    return name, descriptor if target else None, target
 
 
 def _io_bytes(pid: int) -> int:
