@@ -94,29 +94,6 @@ class Gate:
     def held(self) -> bool:
         return self._fd >= 0
 
-    def enter(self) -> None:
-        """Waits for a slot; returns without one when patience ends, or where files cannot be locked."""
-        with self._lock:
-            self._depth += 1
-            if self._depth > 1:
-                return
-            try:
-                self._acquire()
-            except BaseException as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    self._line(f"not used, {self.plan.folder} cannot be locked ({error.strerror}); going on")
-                    return
-                # A handler of the script's raised in the middle of the wait; its TimeoutError bears no number.
-                self._depth = 0
-                self.release()
-                raise
-
-    def leave(self) -> None:
-        with self._lock:
-            self._depth = max(0, self._depth - 1)
-            if self._depth == 0:
-                self.release()
-
     def release(self) -> None:
         """Gives the slot back now, however deep the caller is: what comes next may wait for other ranks."""
         with self._lock:
@@ -127,11 +104,30 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        self.enter()
+        """Holds a slot; goes on without one when patience ends, or where files cannot be locked."""
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._acquire_if_possible()
         try:
             yield
         finally:
-            self.leave()
+            with self._lock:
+                self._depth = max(0, self._depth - 1)
+                if self._depth == 0:
+                    self.release()
+
+    def _acquire_if_possible(self) -> None:
+        try:
+            self._acquire()
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                self._line(f"not used, {self.plan.folder} cannot be locked ({error.strerror}); going on")
+                return
+            # A handler of the script's raised in the middle of the wait; its TimeoutError bears no number.
+            self._depth = 0
+            self.release()
+            raise
 
     def _acquire(self) -> None:
         if self.plan.slots == 0:
