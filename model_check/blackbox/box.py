@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from model_check.blackbox.frames import UserCode
 from model_check.blackbox.recorder import DTYPE, OP, PHASE, Recorder
 from model_check.record.events import Event
+from model_check.record.events.memory import RecordingFailed
 from model_check.record.files import JsonlWriter
 from model_check.record.paths import RunDir
 from model_check.record.process_identity import live_pid
@@ -119,8 +119,7 @@ class BlackBox:
 
     def give_up(self, error: BaseException) -> None:
         """Something of ours failed: the script must not. It runs on without being recorded."""
-        trace = traceback.format_exception(type(error), error, error.__traceback__)
-        self.event("recording_failed", error=f"{type(error).__name__}: {error}", traceback="".join(trace)[-4000:])
+        self.event(RecordingFailed.by(error))
         self.leave()
 
     # Records

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from model_check.blackbox import resident_memory
+from model_check.blackbox import memory_marks
 from model_check.blackbox.backend_shutdown import let_backends_finish
 from model_check.blackbox.box import BOX
 from model_check.blackbox.exceptions import NOTES, event_of, hide_our_frames, shown
@@ -51,7 +51,7 @@ class _Ending:
             if isinstance(error, Exception) and not of_memory:  # there is none to look with either
                 steps.process_stops(list(_traceback(error.__traceback__)), said)
         if of_memory:
-            resident_memory.mark("memory error")
+            memory_marks.mark("memory error")
         hide_our_frames(error)
         BOX.event(event_of(error, UncaughtException))
 
@@ -90,7 +90,7 @@ class _Ending:
                 with _ending_in_time():
                     steps.look_back()
             steps.process_ends()
-        resident_memory.mark("exit")
+        memory_marks.mark("exit")
         if self.exception is not None:
             BOX.event(Exit(code=1, via="exception"))
         else:

@@ -24,7 +24,7 @@ from model_check.plan.memory import GIB, plan_state
 from model_check.plan.options import Job, Option
 from model_check.plan.remedies import remedies
 from model_check.plan.workload import workload_of
-from model_check.supervise.memorykills import container_limit
+from model_check.record.cgroups import container_limit
 
 
 @dataclass(frozen=True)

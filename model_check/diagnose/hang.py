@@ -195,8 +195,8 @@ def _input(s: StuckRank) -> Named | None:
     facts = [f"observed: {_doing(s)}"]
     if s.in_debugger:
         facts.append("observed: its stack is inside the Python debugger, which waits for a command")
-    if s.sample is not None and s.sample.stdin:
-        facts.append(f"observed: its standard input is {s.sample.stdin}")
+    if s.sample is not None and s.sample.fd0:
+        facts.append(f"observed: its standard input is {s.sample.fd0}")
     return "MC215", f"rank {s.rank.rank} waits for standard input", s.frame, facts, []
 
 
@@ -395,7 +395,7 @@ def _user_code(s: StuckRank) -> Named:
     if s.sample is not None:
         call = f", system call {s.sample.syscall}" if s.sample.syscall else ""
         facts.append(f"observed: process state {s.state or '?'}{call}")
-        children = [str(c.get("comm")) for c in s.sample.children if c.get("comm")]
+        children = [child.comm for child in s.sample.children if child.comm]
         if children:
             facts.append(f"observed: it has child processes: {', '.join(sorted(set(children)))}")
     facts += _failed_threads(s)

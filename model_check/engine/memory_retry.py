@@ -23,6 +23,7 @@ from model_check.engine.passes import Passes, ScaleLoss
 from model_check.engine.place import Place
 from model_check.errors import UsageError
 from model_check.plan.layout import Layout
+from model_check.record.events.memory import MicroBatchHalved
 
 TRIED_STEPS = 2
 
@@ -100,11 +101,12 @@ class RetryingPasses:
             )
         self.pieces *= 2
         BOX.event(
-            "oom_retry",
-            micro_batch=rows // self.pieces,
-            micro_batches=self.pieces * len(micro_batches),
-            was=2 * rows // self.pieces,
-            message=str(error or "a peer ran out of memory")[:400],
+            MicroBatchHalved(
+                micro_batch=rows // self.pieces,
+                micro_batches=self.pieces * len(micro_batches),
+                was=2 * rows // self.pieces,
+                message=str(error or "a peer ran out of memory")[:400],
+            )
         )
 
     def _cut(self, micro_batches: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from model_check.blackbox import outofmemory, resident_memory
+from model_check.blackbox import memory_marks, outofmemory
 from model_check.blackbox.box import BOX
 from model_check.blackbox.memory_marks import MemoryMarks
 from model_check.blackbox.spans import span
@@ -236,7 +236,7 @@ def _run_steps(rank: _Rank, session: Session, saving: Saving | None, stop: _Stop
         profiled(trace_dir, place.rank, rank.say) as step_done,
     ):
         MARKS.passed(9, off=_why_no_wandb(config, place))
-        resident_memory.mark("assembled")
+        memory_marks.mark("assembled")
         MARKS.passed(10)
 
         def on_step(info: StepInfo) -> None:

@@ -15,8 +15,7 @@ import psutil
 from model_check.blackbox.gate import DEFAULT_PATIENCE_S, PATIENCE_VARIABLE, GatePlan
 from model_check.errors import UsageError
 from model_check.record import RunDir
-from model_check.record.cgroups import memory_cgroups
-from model_check.supervise.memorykills import memory_in_use, memory_limit
+from model_check.record.cgroups import memory_cgroups, memory_in_use, memory_limit
 
 # What a rank may need until its imports are done: torch with CUDA libraries, transformers and datasets, with room.
 IMPORT_NEED_BYTES = 1 << 30

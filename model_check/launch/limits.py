@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from model_check.errors import LaunchError
+from model_check.record.events.memory import MemoryKill
 from model_check.supervise import processes
 from model_check.supervise.hooks import EndJob, Hooks, JobView
 
@@ -94,7 +95,7 @@ class ResidentWatch:
             held = held_bytes(pid)
             if held > self.limit_gb * GB:
                 detail = f"rank {rank} held {held / GB:.2f} GB of host memory; launch.memory_limit_gb={self.limit_gb:g}"
-                view.journal.write("oom", source="limit", detail=detail, pid=pid)
+                view.journal.write(MemoryKill(source="limit", detail=detail, pid=pid))
                 os.kill(pid, signal.SIGKILL)
 
     def added_to(self, hooks: Hooks) -> Hooks:

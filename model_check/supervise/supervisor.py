@@ -406,7 +406,7 @@ class Supervisor:
             return
         # On a machine with too much to do a rank that wants to compute gets hardly any time; it is not idle.
         states = {
-            rank: processes.thread_states([seen.stat.pid, *(child.pid for child in seen.children)])
+            rank: processes.thread_states([seen.pid, *(child.pid for child in seen.children)])
             for rank, seen in samples.items()
         }
         active |= {rank for rank, seen in states.items() if "R" in seen}

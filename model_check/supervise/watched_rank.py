@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from model_check.record.process_sample import RankSample
 from model_check.record.rank_exits import RankExit
-from model_check.supervise.processes import ProcessSample
 from model_check.supervise.pulse import Pulse
 
 _ACTIVE_CPU_S = 0.05
@@ -24,9 +24,9 @@ class Rank:
     cpu_s: float = 0.0
     io_bytes: int = 0
 
-    def was_active(self, seen: ProcessSample) -> bool:
+    def was_active(self, seen: RankSample) -> bool:
         """Whether it or one of its children computed for 50 ms or moved a megabyte since the last sample."""
-        cpu_s = seen.stat.cpu_s + sum(child.cpu_s for child in seen.children)
+        cpu_s = seen.cpu_s + sum(child.cpu_s for child in seen.children)
         active = cpu_s - self.cpu_s > _ACTIVE_CPU_S or seen.io_bytes - self.io_bytes > _ACTIVE_BYTES
         self.cpu_s, self.io_bytes = cpu_s, seen.io_bytes
         return active

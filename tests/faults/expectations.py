@@ -92,8 +92,8 @@ def slow(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -
     return Fault(name, frozenset(codes.split()), ranks, SLOW_S, severity="warning", **more)  # type: ignore[arg-type]
 
 
-def leak(name: str, ranks: tuple[int, ...], *says: str) -> Fault:
-    return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", says=says)
+def leak(name: str, ranks: tuple[int, ...], facts: dict[str, object]) -> Fault:
+    return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", facts=facts)
 
 
 def raised(exception: str, message: str = "") -> dict[str, object]:
@@ -272,20 +272,36 @@ STARTS = (
     ),
     slow("every_rank_tracker", "MC109", (0, 1)),
     crash("half_written_cache", "MC110", None, exit_code=1, says=("tokens.pt",)),
-    slow("versions_differ", "MC105", (1,), says=("2.9.1",)),
-    slow("arguments_differ", "MC106", (1,), form="python", says=("3e-3",)),
-    slow("code_differs", "MC106", (1,), nproc=3, form="python", says=("train.py",)),
+    slow("versions_differ", "MC105", (1,), facts={"other": {"torch": {"1": "2.9.1"}}}),
+    slow("arguments_differ", "MC106", (1,), form="python", facts={"differs": ["arguments"]}),
+    slow("code_differs", "MC106", (1,), nproc=3, form="python", facts={"differs": ["hash of train.py"]}),
 )
 
 SLOWNESS = (
-    slow("straggler", "MC701", (1,)),
-    slow("straggler_in_bursts", "MC701", (1,), says=("now and then",)),
-    slow("loader_in_bursts", "MC701", (2,), nproc=3, says=("now and then",)),
+    slow("straggler", "MC701", (1,), cause="every_step"),
+    slow("straggler_in_bursts", "MC701", (1,), cause="now_and_then"),
+    slow("loader_in_bursts", "MC701", (2,), nproc=3, cause="now_and_then"),
     slow("data_bound", "MC702", (0, 1)),
     slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
-    leak("leak", (0,), "`history`, a list of", "Tensor float32[2048, 64]", "with its graph"),
-    leak("leak_of_objects", (1,), "`seen`, a dict of", "dict of (sample: str"),
-    leak("leak_in_attribute", (1,), "`outputs`, a deque of", "Tensor float32[512, 64] on cpu"),
+    leak(
+        "leak",
+        (0,),
+        {
+            "name": "history",
+            "container": "list",
+            "item": "tuple of (Tensor float32[] on cpu with its graph, Tensor float32[2048, 64] on cpu)",
+        },
+    ),
+    leak(
+        "leak_of_objects",
+        (1,),
+        {"name": "seen", "container": "dict", "item": "dict of (sample: str, loss: list of (float))"},
+    ),
+    leak(
+        "leak_in_attribute",
+        (1,),
+        {"name": "outputs", "container": "deque", "item": "Tensor float32[512, 64] on cpu"},
+    ),
 )
 
 FRAMEWORKS = (

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from model_check.errors import UsageError
@@ -61,7 +62,9 @@ class Launched:
         )
 
     def marked(self) -> list[int]:
-        return processes.processes_with_environment(RUN_DIR_VARIABLE, str(self.run_dir.root))
+        root = str(self.run_dir.root)
+        marked = [pid for pid in psutil.pids() if processes.environment_of(pid).get(RUN_DIR_VARIABLE) == root]
+        return [pid for pid in marked if processes.is_alive(pid)]
 
     def finish(self) -> tuple[dict[str, Any], list[str]]:
         out, _ = self.process.communicate(timeout=60)
