@@ -41,9 +41,8 @@ from model_check.engine.session import Batches, Session, seed_everything
 from model_check.engine.step import TrainStep
 from model_check.errors import CheckpointError, NumericsError, UsageError
 from model_check.models import Llama
-from model_check.plan.flops import count_flops_per_token
+from model_check.plan.flops import count_flops_per_token, peak_flops
 from model_check.plan.layout import Layout, data_rank
-from model_check.plan.peaks import peak_flops
 
 
 def open_loader(config: Config, place: Place, cache: PackedCache) -> BatchLoader:
