@@ -15,7 +15,7 @@ from model_check.cli.plan import option_record, smallest_device
 from model_check.config import Config
 from model_check.config.eight_bit import torchao_is_installed
 from model_check.config.resolve import may_be_hub_id
-from model_check.engine.model_shape import shape_of
+from model_check.engine.data_and_shape import shape_of
 from model_check.errors import UsageError
 from model_check.launch import Gpu
 from model_check.plan.advice import Advice, advise, describe_need, fewest_gpus, remedies
