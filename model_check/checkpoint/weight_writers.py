@@ -54,11 +54,11 @@ def write_safetensors(target: Path, tensors: Tensors, metadata: Mapping[str, Any
         _stream_safetensors(file, tensors, {"format": "pt", **kept})
 
 
-def write_hugging_face(target: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:
-    """A folder that transformers loads: config.json, and safetensors of at most 5 GB."""
+def write_hugging_face(target: Path, tensors: Tensors, config: Mapping[str, Any], most: int = SHARD_BYTES) -> None:
+    """A folder that transformers loads: config.json, and safetensors of at most this many bytes."""
     with _whole_folder(target) as scratch:
         sizes = {name: tensor.bytes for name, tensor in tensors.items()}
-        files = cut_into_files(sizes, SHARD_BYTES)
+        files = cut_into_files(sizes, most)
         for file_name, names in files.items():
             with (scratch / file_name).open("wb") as file:
                 _stream_safetensors(file, {name: tensors[name] for name in names}, {"format": "pt"})

@@ -286,7 +286,7 @@ def _train_in(
         from model_check.cli.summary import summary_lines
         from model_check.cli.supervision import show_findings, supervisor_for
         from model_check.data import entropy_floor
-        from model_check.engine.data_spec import data_spec
+        from model_check.engine.data_and_shape import data_spec
         from model_check.engine.preflight import check_data
         from model_check.engine.rank import TrainOrder, train_rank
         from model_check.launch.console import ConsoleOptions
