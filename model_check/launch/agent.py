@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from model_check.launch.console import Console
 from model_check.launch.group import RankGroup
-from model_check.launch.log_room import LogRoom
+from model_check.launch.log_files import LogRoom
 from model_check.launch.nursery import Nursery, StartRank
 from model_check.record.rank_exits import FailedRank, first_failure, read_error, weigh
 from model_check.supervise.hooks import JobEnded, JobStopped, JobView, Outcome

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from model_check.blackbox.box import RANK_PID_VARIABLE
+from model_check.blackbox.gate import FOLDER_VARIABLE, LINES_VARIABLE, SLOTS_VARIABLE
 from model_check.errors import LaunchError, UsageError
 from model_check.launch.console import Console, ConsoleOptions
 from model_check.launch.gate import plan_compilations, plan_gate
 from model_check.launch.gpus import Gpu
-from model_check.launch.injection import forget_outer_job
 from model_check.launch.limits import ResidentWatch, check_address_space
-from model_check.launch.logfiles import LogDir
+from model_check.launch.log_files import LogDir, remove_old_logs
 from model_check.launch.nursery import Nursery
-from model_check.launch.oldlogs import remove_old_logs
 from model_check.launch.placement import Hosts, Placement
 from model_check.launch.programs import ColdFunction, Command, Entry, Program, WarmFunction
 from model_check.launch.signals import StopBeforeStart, StopRequest
@@ -112,6 +112,16 @@ def launch_job(
             )
         journal.write("job_ended", outcome=result.outcome, exit_code=result.exit_code)
     return result
+
+
+def forget_outer_job() -> None:
+    """A job that a rank starts, or a notebook that trained before, is a job of its own.
+
+    With the outer rank's mark in their environment its ranks would take themselves for helpers of that rank: no black
+    box, no gate. How long to wait at a gate is the user's word and stays.
+    """
+    for name in (RANK_PID_VARIABLE, FOLDER_VARIABLE, SLOTS_VARIABLE, LINES_VARIABLE):
+        os.environ.pop(name, None)
 
 
 def _run(
