@@ -12,20 +12,28 @@ On the CPU all is pageable. Spare means: what no other part of the job has asked
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from model_check.checkpoint.parts import Part, as_bytes
-from model_check.checkpoint.pinned import PinnedSlabs, cut_up, free_host_bytes
 
 DEVICE, PINNED, PAGEABLE = "device", "pinned", "pageable"
 # A later step may take so much more of the device; pinned memory is made for what would then not fit there.
 _DRIFT_BYTES = 8 << 30
 _DEVICE_BLOCK_BYTES = 16 << 30
+# A power of two: torch's allocator of pinned memory rounds up to one.
+SLAB_BYTES = 1 << 28
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,74 @@ class Staged:
         """Lets go of the copies; a pool of the device goes after what lies in it."""
         self.parts = []
         self._alive = []
+
+
+def free_host_bytes(cgroups: tuple[tuple[Path, Path], ...] = _CGROUPS) -> int:
+    """What the machine can still give, or the control group where that is less."""
+    free = psutil.virtual_memory().available
+    for limit, used in cgroups:
+        try:
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):
+            continue  # not there, or "max"
+    return max(0, free)
+
+
+class PinnedSlabs:
+    """Pinned memory in equal slabs, kept from save to save, made beside training.
+
+    Pinning a gigabyte takes a good part of a second and holds up other calls into the driver: hence small slabs.
+    """
+
+    def __init__(self) -> None:
+        self.slabs: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+        self.refused: str | None = None  # why there is less than was asked for
+
+    def grow(self, total: int, device: torch.device) -> None:
+        """Begins to make slabs until there are `total` bytes of them."""
+        self.settle()
+        self.refused = None
+        missing = -(-total // SLAB_BYTES) - len(self.slabs)
+        if missing > 0:
+            self._thread = threading.Thread(
+                target=self._make, args=(missing, device), name="checkpoint-pin", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def is_growing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def settle(self) -> int:
+        """Waits for what is being made; the bytes there are."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return len(self.slabs) * SLAB_BYTES
+
+    def _make(self, count: int, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            for _ in range(count):
+                try:
+                    self.slabs.append(torch.empty(SLAB_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
+                except RuntimeError as error:
+                    self.refused = str(error).splitlines()[0]
+                    return
+
+
+def cut_up(slabs: list[Tensor], sizes: list[int]) -> Iterator[tuple[Tensor, ...]]:
+    """Consecutive pieces of the slabs, flat: for each size one, or several where it reaches over the end of a slab."""
+    number, at = 0, 0
+    for size in sizes:
+        pieces = []
+        while size:
+            length = min(size, slabs[number].numel() - at)
+            pieces.append(slabs[number][at : at + length])
+            size, at = size - length, at + length
+            if at == slabs[number].numel():
+                number, at = number + 1, 0
+        yield tuple(pieces)
 
 
 class Staging:
@@ -204,7 +280,7 @@ class Staging:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            rooms = self._slabs.places([staged.parts[index].nbytes for index in chosen])
+            rooms = cut_up(self._slabs.slabs, [staged.parts[index].nbytes for index in chosen])
             for index, pieces in zip(chosen, rooms, strict=True):
                 self._copy_bytes(staged, index, pieces)
             staged.copied_at(_now())

@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from model_check.data.encoded import EncodedDocuments
+from model_check.data.packed import EncodedDocuments
 from model_check.data.pre_tokens import Splitter
 
 MAX_PARTS = 1 << 20

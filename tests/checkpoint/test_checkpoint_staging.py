@@ -15,10 +15,19 @@ from hypothesis import strategies as st
 from model_check.checkpoint.manifest import new_hash
 from model_check.checkpoint.parts import Part, write_parts
 from model_check.checkpoint.peers import Peers
-from model_check.checkpoint.pinned import cut_up, free_host_bytes
 from model_check.checkpoint.saver import Saver
 from model_check.checkpoint.shards import load_into
-from model_check.checkpoint.staging import DEVICE, PAGEABLE, PINNED, Limits, Staging, _blocks, allot
+from model_check.checkpoint.staging import (
+    DEVICE,
+    PAGEABLE,
+    PINNED,
+    Limits,
+    Staging,
+    _blocks,
+    allot,
+    cut_up,
+    free_host_bytes,
+)
 from model_check.checkpoint.verify import verify
 
 SIZES = st.lists(st.integers(0, 50), max_size=20)
