@@ -205,12 +205,13 @@ class _NurseryLoop:
 
     def run(self) -> None:
         self._send(Ready(cuda_spoiled=_cuda_spoiled()))
+        channel = self._channel.fileno()
         while os.getppid() == self._launcher_pid:
-            readable, _, _ = select.select([self._channel, self._wake_read], [], [], _PARENT_CHECK_S)
+            readable, _, _ = select.select([channel, self._wake_read], [], [], _PARENT_CHECK_S)
             if self._wake_read in readable:
                 os.read(self._wake_read, 4096)
             self._reap()
-            if self._channel in readable:
+            if channel in readable:
                 try:
                     request = self._channel.recv()
                 except (EOFError, OSError):
