@@ -35,7 +35,7 @@ _LOST_STEPS = 3  # in a row, before we say that a run stopped training
 _STOP_AT_ONCE = "run again with --guard halt: the job then ends at the first such step, before its weights are spoilt"
 _EXPLAINED_SKIPS = 3  # by our own trainer, of all the steps it leaves out
 NONFINITE = frozenset(f"MC4{number:02d}" for number in range(1, 10))
-E = TypeVar("E", NonFinite, NonFiniteReceived)
+E = TypeVar("E", bound=NonFinite | NonFiniteReceived)
 _Told = tuple[int, NonFinite]
 """A rank, and what it wrote."""
 
@@ -130,13 +130,11 @@ def _told(evidence: Evidence, kind: type[E]) -> list[tuple[int, E]]:
     told: list[tuple[int, E]] = []
     for rank in evidence.ranks.values():
         goes_on = rank.exit.ok if rank.exit is not None else evidence.live and not rank.exceptions
-        known = [*rank.happened(NonFinite), *rank.happened(NonFiniteReceived)]
+        known: list[NonFinite | NonFiniteReceived] = [*rank.happened(NonFinite), *rank.happened(NonFiniteReceived)]
         final = {event.step for event in known if not event.preliminary}
-        told += [
-            (rank.rank, event)
-            for event in rank.happened(kind)
-            if not (goes_on and event.action == "stopped") and not (event.preliminary and event.step in final)
-        ]
+        for event in rank.happened(kind):
+            if not (goes_on and event.action == "stopped") and not (event.preliminary and event.step in final):
+                told.append((rank.rank, event))
     return told
 
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from model_check.launch.loglines import clean, fitted, labelled
-from model_check.launch.tail import LineTail
-from model_check.launch.tracebacks import Tracebacks
+from model_check.launch.log_lines import LineTail, Tracebacks, clean, fitted, labelled
 from model_check.record.step_lines import clock
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from model_check.record.signal_handlers import handle
@@ -85,9 +85,7 @@ class StopRequest(Requests):
             self._previous = handle(handlers)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -14,7 +14,7 @@ from launch_jobs import wait_until
 
 from model_check.errors import LaunchError, UsageError
 from model_check.launch import Gpu, launch_job
-from model_check.launch.logfiles import LogDir
+from model_check.launch.log_files import LogDir
 from model_check.launch.programs import ColdFunction
 from model_check.launch.signals import REPEATED_WITHIN_S, Requests, StopBeforeStart, StopRequest
 from model_check.launch.warmstart import preload, why_not_warm
