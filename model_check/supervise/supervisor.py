@@ -15,6 +15,7 @@ The rules that name a fault live elsewhere; they come in as `examine`, which rea
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -70,6 +71,7 @@ class Limits:
     own_launcher_s: float = 0.0
     kill_after_s: float = 300.0
     io_kill_after_s: float = 0.0
+    away_after_s: float = 5.0  # between two turns: we did not run, so the ranks may not have run either
 
 
 class Supervisor:
@@ -105,6 +107,7 @@ class Supervisor:
         self._examined_at = 0.0
         self._examine_cost_s = 0.0
         self._life_at = time.monotonic()
+        self._turned_at = math.inf
         self._in_io_since: float | None = None
         self._proven_at: float | None = None
         self._close_looks: list[float] = []
@@ -159,13 +162,26 @@ class Supervisor:
 
     def poll(self) -> EndJob | None:
         """One turn. Returns not None if the job must end. Our own errors never end it."""
+        if time.monotonic() - self._turned_at > self._limits.away_after_s:
+            self._forget_the_time_away()
         try:
             return self._turn()
         except OSError as error:
             self.say_trouble(f"the run directory cannot be used ({error}); the job goes on without a watch")
         except Exception as error:  # a bug of ours costs the job one turn of supervision, nothing else
             self.say_trouble(f"the watch failed ({type(error).__name__}: {error}); the job goes on")
+        finally:
+            self._turned_at = time.monotonic()
         return None
+
+    def _forget_the_time_away(self) -> None:
+        """Counts silence from now on: Ctrl-Z, a scheduler or a debugger may have suspended the job together with us."""
+        now = time.monotonic()
+        self._life_at = now
+        self._in_io_since = None
+        if self._stall is None:
+            for rank in self._alive():
+                rank.pulse.last_at = max(rank.pulse.last_at, now)
 
     def _write(self, verdict: Verdict) -> None:
         """What cannot be written is still known, and shown."""

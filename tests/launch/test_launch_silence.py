@@ -48,20 +48,22 @@ def test_closed_streams_change_nothing(tmp_path: Path, form: tuple[str, ...]) ->
     assert verdict["exit_code"] == 3
 
 
+@pytest.mark.parametrize("code", [0, 3])
 @pytest.mark.parametrize("form", [(), ("--", sys.executable)], ids=["script", "command"])
-def test_events_that_cannot_be_read_change_nothing(tmp_path: Path, form: tuple[str, ...]) -> None:
+def test_events_that_cannot_be_read_change_nothing(tmp_path: Path, form: tuple[str, ...], code: int) -> None:
     """As on a file server that is gone when the job ends."""
     (tmp_path / "train.py").write_text(
         "import pathlib\n"
         "events = pathlib.Path('run/events/rank-00000.jsonl')\n"
         "events.unlink(missing_ok=True)\n"
         "events.mkdir(parents=True)\n"
+        f"raise SystemExit({code})\n"
     )
     command = [str(Path(sys.executable).with_name("model-check")), "run", "--run-dir", "run", *form, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
     verdict = read_json(tmp_path / "run" / "verdict.json")
-    assert (verdict["outcome"], verdict["exit_code"]) == ("completed", 0)
+    assert (verdict["outcome"], verdict["exit_code"]) == ("failed" if code else "completed", code)
 
 
 def test_a_rule_that_fails_is_a_note_and_the_others_still_judge(tmp_path: Path) -> None:

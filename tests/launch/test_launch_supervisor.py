@@ -239,6 +239,22 @@ def test_an_idle_hang_is_ended_at_its_limit_and_becomes_an_error(make_job: Any) 
     assert written is not None and written.findings[0].severity == "error"
 
 
+def test_a_job_that_was_suspended_together_with_us_is_not_hung(make_job: Any) -> None:
+    """Ctrl-Z and fg, or a scheduler that suspends jobs: the clock goes on, the ranks do not."""
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5, away_after_s=0.5))
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    assert job.supervisor.poll() is None
+    for rank in job.ranks:
+        rank.tell("step", "begin collective")
+    assert job.supervisor.poll() is None
+    time.sleep(1.0)  # how long all of us are suspended
+    assert job.supervisor.poll() is None
+    assert "stall" not in job.kinds() and not job.supervisor.stalled
+    ending = job.poll_until(lambda: False)  # a hang is found all the same
+    assert ending is not None and ending.reason.startswith("hang: no progress")
+
+
 @pytest.mark.parametrize("io_kill_after_s", [0.0, 0.8])
 def test_uninterruptible_io_is_ended_only_by_a_limit_of_its_own(make_job: Any, io_kill_after_s: float) -> None:
     job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5, io_kill_after_s=io_kill_after_s))
