@@ -120,6 +120,9 @@ class BlackBox:
         """Something of ours failed: the script must not. It runs on without being recorded."""
         trace = traceback.format_exception(type(error), error, error.__traceback__)
         self.event("recording_failed", error=f"{type(error).__name__}: {error}", traceback="".join(trace)[-4000:])
+        if self.recorder is not None:
+            # In the ring, whose space is reserved: the silence of this rank must not look like a hang.
+            self.recorder.identify(gave_up=type(error).__name__)
         self.leave()
 
     # Records

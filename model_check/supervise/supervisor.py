@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from model_check.record import Finding, RunDir, Verdict
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
+from model_check.record.ring import read_header
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import DetectionTimes, Outcome, VerdictFile
 from model_check.supervise import processes, waiting
@@ -283,6 +284,9 @@ class Supervisor:
     def _quiet_ranks(self, alive: list[Rank], now: float) -> list[Rank]:
         # No threshold is below the floor, so a healthy turn computes no median.
         silent = [rank for rank in alive if now - rank.pulse.last_at > self._limits.stall_floor_s]
+        # A rank whose recording failed is silent for good: neither its silence nor its peers' waits say anything.
+        if any(read_header(self._run_dir.ring(rank.rank)).get("gave_up") for rank in silent):
+            return []
         return [rank for rank in silent if now - rank.pulse.last_at > self._threshold(rank)]
 
     def _follow_stall(self, alive: list[Rank], now: float) -> None:
@@ -501,7 +505,8 @@ class Supervisor:
         if proven:
             return self._end_proven(proven[0], now)
         self._proven_at = None
-        why = self._out_of_patience(now) if self._stall is not None else None
+        # Not before the stall is confirmed: until then nobody has looked whether a rank computes or moves bytes.
+        why = self._out_of_patience(now) if self.stalled else None
         if why is not None:
             self.note_stop(why)
             self._take_sample(now)

@@ -55,7 +55,11 @@ def test_the_reader_of_standard_output_changes_nothing(tmp_path: Path, verb: str
         fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
         os.write(write, b"x" * 4096)
     command = [str(Path(sys.executable).with_name("model-check")), verb, "--run-dir", "run", *words]
-    done = subprocess.run(command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
+    # An unbuffered stream has no lock that its writer could hold.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False
+    )
     assert done.returncode == (3 if verb == "run" else 0), done.stderr
     verdict = read_json(tmp_path / "run" / "verdict.json")
     assert verdict["outcome"] == ("failed" if verb == "run" else "completed")

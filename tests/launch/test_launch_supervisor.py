@@ -279,6 +279,28 @@ def test_a_rank_that_computes_is_slow_and_never_ended(make_job: Any) -> None:
     assert job.poll_for(2.5) == []
 
 
+def test_a_limit_shorter_than_a_step_does_not_end_ranks_that_compute(make_job: Any) -> None:
+    """Steps of a minute are given five before they are suspected: the limit has passed when the first look is taken."""
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.2))
+    job.ranks[1].tell("spin")
+    _hang(job)
+    assert job.poll_for(2.5) == []
+    assert job.supervisor.stalled
+
+
+def test_a_save_that_moves_little_at_a_time_is_alive(make_job: Any) -> None:
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=1.0))
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    job.ranks[0].tell("begin collective")
+    job.ranks[1].tell("begin save")
+    end = time.monotonic() + 3.0
+    while time.monotonic() < end:
+        job.ranks[1].tell("write 900000")
+        assert job.poll_for(0.1) == []
+    assert job.supervisor.stalled
+
+
 def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(make_job: Any) -> None:
     job = make_job()
     job.ranks[1].tell("exit 3")
