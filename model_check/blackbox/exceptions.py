@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from model_check.blackbox import relayed_errors
-from model_check.blackbox.box import BOX
+from model_check.blackbox.box import BOX, harmless
 from model_check.record.redaction import redact_text, secret_values
 from model_check.record.user_code import is_watching
 
@@ -49,7 +49,7 @@ def summarize(error: BaseException) -> dict[str, Any]:
     }
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         # The line that does not parse never ran, so no frame has it.
-        summary["user_frame"] = BOX.code.describe(error.filename, error.lineno, "<module>")
+        summary["user_frame"] = BOX.code.describe(str(error.filename), error.lineno, "<module>")
     if (origin := relayed_errors.original(error)) is not None:
         told = [BOX.code.describe(f["file"], f["line"], f["function"]) for f in origin["frames"]]
         summary["origin"] = {
@@ -132,6 +132,7 @@ class Notes:
         """An instrumented call raised. Its callers may still let it through."""
         self._note(error, {"during": where, "t_raised": time.monotonic()})
 
+    @harmless
     def _note(self, error: BaseException, facts: dict[str, Any]) -> None:
         if isinstance(error, _ORDINARY) or self._written >= _MAX_SWALLOWED:
             return
@@ -155,6 +156,7 @@ class Notes:
         if self._pending:
             self._settle(handled)
 
+    @harmless
     def _settle(self, handled: BaseException | None) -> None:
         thread = threading.get_ident()
         pending = self._pending.get(thread)
