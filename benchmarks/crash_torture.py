@@ -273,7 +273,7 @@ def main() -> int:
     if arguments.serve:
         serve()
         return 0
-    # More than the lives do together, also on a machine that is late to kill: training must not end before the last one.
+    # More than all lives do together, even where kills come late: training must not end before the last one.
     steps = arguments.steps or max(60, 30 * arguments.kills)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="crash-torture-") as folder:
