@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from model_check.blackbox import memory_marks
 from model_check.blackbox.backend_shutdown import let_backends_finish
-from model_check.blackbox.box import BOX
+from model_check.blackbox.box import BOX, harmless
 from model_check.blackbox.exceptions import NOTES, event_of, hide_our_frames, shown
 from model_check.blackbox.relayed_errors import words
 from model_check.blackbox.spans import is_wrapped
@@ -38,6 +38,7 @@ class _Ending:
         self.exit_call: Exit | None = None
         self.written = False
 
+    @harmless
     def fail(self, error: BaseException) -> None:
         """An exception that nobody caught."""
         if BOX.recorder is None or isinstance(error, (SystemExit, GeneratorExit)) or self.exception == id(error):
@@ -55,6 +56,7 @@ class _Ending:
         hide_our_frames(error)
         BOX.event(event_of(error, UncaughtException))
 
+    @harmless
     def asked(self, code: int, via: WayOut, frame: FrameType | None, message: str = "") -> None:
         """sys.exit, exit or os._exit was called, here; sys.exit may have been given words instead of a code."""
         if code and (steps := FOLLOWER.loaded) is not None:
@@ -72,6 +74,7 @@ class _Ending:
         if BOX.recorder is not None and on_main and self.exit_call is None and self.exception is None and text.strip():
             self.exit_call = Exit(code=1, via="SystemExit", message=shown(text))
 
+    @harmless
     def write(self) -> None:
         """The last event of the process."""
         if self.written or BOX.recorder is None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -291,6 +292,7 @@ def _train_in(
         from model_check.engine.rank import TrainOrder, train_rank
         from model_check.launch.console import ConsoleOptions
         from model_check.launch.job import launch_job
+        from model_check.launch.messages import Voice
         from model_check.launch.placement import Hosts
         from model_check.supervise.hooks import Graces
         from model_check.supervise.supervisor import Limits
@@ -324,8 +326,10 @@ def _train_in(
         supervisor.note_stop("interrupted", result.message)
     show_findings(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor)
     floor = entropy_floor(data_spec(config)) if config.data.dataset == "synthetic" else None
+    voice = Voice(lambda: sys.stdout)
     for line in summary_lines(directory, result.log_dir, outcome=result.outcome, entropy_floor=floor):
-        typer.echo(line)
+        voice.say(line)
+    voice.close()
     return result.exit_code
 
 
