@@ -209,13 +209,16 @@ def test_an_old_config_gets_the_defaults_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2'"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"hidden_size": None}, "hidden_size=None, not a positive whole number"),
-        ({"num_hidden_layers": "3"}, "num_hidden_layers='3', not a positive whole number"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "missing or wrong value"),
+        ({"model_type": "gpt2"}, 'model_type="gpt2"'),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu"'),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"hidden_size": None}, "hidden_size=null where a positive number is needed"),
+        ({"num_hidden_layers": "3"}, 'num_hidden_layers="3" where a positive number is needed'),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type="yarn"'),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
+            "low_freq_factor=null where a positive number is needed",
+        ),
     ],
 )
 def test_configs_that_are_not_plain_llama_are_refused(change: dict, sentence: str) -> None:
