@@ -238,10 +238,10 @@ def _write_weights(model: Llama, folder: Path, max_shard_bytes: int) -> None:
     named = {hugging_face_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     sizes = {name: tensor.nbytes for name, tensor in named.items()}
     files = cut_into_files(sizes, max_shard_bytes)
-    for file, names in files.items():
+    for file, names in files.filename_to_tensors.items():
         tensors = {name: named[name].to("cpu").contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
-    index = index_of(files, sizes)
+    index = index_of(files)
     if index is not None:
         _write_json(folder / INDEX_FILE, index)
 
