@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -192,7 +192,7 @@ class OwnGradients:
         """Gradients of parameters travel in flat buffers, or as they are; others are those of activations."""
         pieces, given, behind = self._pieces, exchange.given, None
         pieces.exchanges += 1
-        unit, of_activations = _who_reduces(sys._getframe(1), self._units)
+        unit, of_activations = _who_reduces(sys._getframe(1), self._known)
         gradients = [t for t in given if not of_activations and (t.dim() == 1 or tuple(t.shape) in self._shapes)]
         if not given and (bucket := _bucket_of_hook(sys._getframe(1), modules)) is not None:
             # A communication hook that gathers, or sends: its bucket is added up by nobody, and still this rank's own.
@@ -377,9 +377,14 @@ class OwnGradients:
         return looked.with_earlier(self._earlier) if parts else None
 
     def _name(self, parameter: Any) -> str:
-        if id(parameter) not in self._names and (unit := self._units.get(id(parameter))):
-            return f"gradients of {unit}"
-        return f"gradient of {self._names.get(id(parameter)) or f'a parameter of shape {tuple(parameter.shape)}'}"
+        return self._known(parameter) or f"gradient of a parameter of shape {tuple(parameter.shape)}"
+
+    def _known(self, parameter: Any) -> str:
+        """Its gradient in words; empty: nobody has told its name."""
+        if (name := self._names.get(id(parameter))) is not None:
+            return f"gradient of {name}"
+        unit = self._units.get(id(parameter))
+        return f"gradients of {unit}" if unit is not None else ""
 
 
 def _plain(name: str) -> str:
@@ -397,7 +402,7 @@ def _name_of(group: Any) -> str:
     return str(torch.distributed.ProcessGroup.unbox(group).group_name)
 
 
-def _who_reduces(frame: FrameType | None, units: Mapping[int, str]) -> tuple[str, bool]:
+def _who_reduces(frame: FrameType | None, known: Callable[[Any], str]) -> tuple[str, bool]:
     """The unit whose gradients FSDP is about to reduce, in words, and whether an autograd.Function is in its backward.
 
     FSDP calls its own reductions out of such a function too; anybody else's there are of activations.
@@ -411,8 +416,7 @@ def _who_reduces(frame: FrameType | None, units: Mapping[int, str]) -> tuple[str
             unit = getattr(frame.f_locals.get("self"), "_module_fqn", None)
             return f"gradients of {unit or 'the root module'}", False
         if called == "_post_backward_hook":
-            flat = units.get(id(getattr(frame.f_locals.get("handle"), "flat_param", None)), "")
-            return f"gradients of {flat}" if flat else "", False
+            return known(getattr(frame.f_locals.get("handle"), "flat_param", None)), False
         inside_function = inside_function or (called == "apply" and frame.f_code.co_filename == _FUNCTIONS)
         frame = frame.f_back
     return "", inside_function

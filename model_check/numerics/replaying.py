@@ -22,8 +22,8 @@ import torch
 
 from model_check.blackbox.batch_samples import RECENT, Drawn
 from model_check.blackbox.box import BOX
-from model_check.blackbox.device_numbers import local, tensors_in
-from model_check.numerics.finite import checkable, is_finite
+from model_check.blackbox.device_numbers import tensors_in
+from model_check.numerics.finite import checkable, finite, is_finite
 from model_check.numerics.origins import Origin, OriginFinder, only_minus_infinity
 from model_check.record.events.numerics import ModuleRange
 from model_check.record.stacks import Frame
@@ -251,11 +251,6 @@ class Replay:
     gradients_finite: bool | None  # None: no backward was run
     computes_loss: bool  # the module's result is the loss; else a stand-in was used for what the script does with it
     passed: tuple[ModuleRange, ...] = field(default=(), compare=False)
-
-
-def finite(tensor: Any) -> bool:
-    plain = local(tensor)
-    return plain is None or not checkable(plain) or is_finite(plain)
 
 
 def _call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

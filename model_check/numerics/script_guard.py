@@ -32,6 +32,7 @@ from model_check.blackbox.device_numbers import Reading, local
 from model_check.blackbox.native_collectives import Exchange
 from model_check.numerics.backward_passes import LossLines, Pass, Passes, nodes_of
 from model_check.numerics.exchanges import Looked, OwnGradients
+from model_check.numerics.finite import finite
 from model_check.numerics.graph_search import first_made
 from model_check.numerics.hits import Hit, OwnShare, Stop, anomaly_in, devices_answer, is_alone
 from model_check.numerics.loss_code import LossCode, Place, bad_loss
@@ -42,7 +43,6 @@ from model_check.numerics.probes import (
     given_to,
     gradients_finite,
     size_of,
-    weights_finite,
 )
 from model_check.numerics.replaying import Call, Inputs
 from model_check.numerics.reports import Reports
@@ -358,7 +358,7 @@ class Guard:
         own = _own_share(late.looked, parameters)
         # A script may mend what it was given, and a norm overflows first; whatever was applied, the weights show.
         spoilt = probed_bad or (bool(own.bad) and self._own.sharded(parameters))
-        if not spoilt and (not (own.bad or norm_bad) or weights_finite(parameters)):
+        if not spoilt and (not (own.bad or norm_bad) or all(map(finite, parameters))):
             return False
         place = late.places[-1] if late.places else self._last_place
         hit = Hit.too_late(self.reports.history.before[-1].loss, late.codes, place, own)
