@@ -7,13 +7,14 @@ its own if it turns out to be a rank.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, ParamSpec
 
 from model_check.blackbox.frames import UserCode
 from model_check.blackbox.recorder import DTYPE, OP, PHASE, Recorder
@@ -28,6 +29,7 @@ from model_check.record.ring import BEGIN, END, POINT, kind, read_header
 RANK_PID_VARIABLE = "MODEL_CHECK_RANK_PID"
 GUARD_VARIABLE = "MODEL_CHECK_GUARD"  # holds a GuardMode; unset: off
 GuardMode = Literal["observe", "full", "halt", "off"]
+Given = ParamSpec("Given")
 _STEP_KIND = kind(POINT, PHASE["step"])
 _NO_SITE = (0, 0, 0)
 
@@ -113,13 +115,19 @@ class BlackBox:
         if not self.may_adopt or self.run_dir is None:
             return self.recorder
         self.may_adopt = False
-        if live_pid(read_header(self.run_dir.ring(0))) is None:
-            self.open(0, world_size=1, local_rank=0)
+        try:
+            if live_pid(read_header(self.run_dir.ring(0))) is None:
+                self.open(0, world_size=1, local_rank=0)
+        except Exception as error:  # a full disk, say, in the middle of the script's first step
+            self.give_up(error)
         return self.recorder
 
     def give_up(self, error: BaseException) -> None:
         """Something of ours failed: the script must not. It runs on without being recorded."""
         self.event(RecordingFailed.by(error))
+        if self.recorder is not None:
+            # In the ring, whose space is reserved: the silence of this rank must not look like a hang.
+            self.recorder.identify(gave_up=type(error).__name__)
         self.leave()
 
     # Records
@@ -197,6 +205,20 @@ class BlackBox:
 BOX = BlackBox()
 
 
+def harmless(note: Callable[Given, None]) -> Callable[Given, None]:
+    """For notes that are taken inside the script's calls and handlers: a failure of ours is recorded, not raised."""
+
+    @functools.wraps(note)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> None:
+        try:
+            note(*args, **kwargs)
+        except Exception as error:
+            with suppress(Exception):
+                BOX.event("recording_failed", error=f"{type(error).__name__}: {error}", what=note.__qualname__)
+
+    return call
+
+
 def whole_number(environ: Mapping[str, str], *names: str) -> int | None:
     """The first of these variables that is a whole number."""
     for name in names:
@@ -226,6 +248,7 @@ __all__ = [
     "BlackBox",
     "GuardMode",
     "SpanKind",
+    "harmless",
     "rank_from_environment",
     "whole_number",
 ]

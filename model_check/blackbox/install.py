@@ -17,7 +17,6 @@ from model_check.blackbox import (
     memory_marks,
     outofmemory,
     service,
-    silent_handlers,
     watched_calls,
 )
 from model_check.blackbox.box import BOX, RANK_PID_VARIABLE, rank_from_environment
@@ -75,7 +74,7 @@ def _install_hooks() -> None:
     watched_calls.watch_standard_input()
     exceptions.listen_to(sys.stdout)
     exceptions.listen_to(sys.stderr, endings.ENDING.interpreter_says)
-    silent_handlers.watch()
+    exceptions.hear_handlers()
     _watch_fork()
     PostImport(_patches(), _SLOW_PACKAGES).install()
 

@@ -200,7 +200,7 @@ def _capture_host(error: BaseException) -> None:
         from model_check.blackbox.memory_holdings import Holdings, find_owners
 
         holdings = vars(Holdings.of(find_owners().values()))
-    frame = BOX.code.user_frame(BOX.code.describe_traceback(error.__traceback__))
+    frame = BOX.code.user_frame(BOX.code.described_traceback(error.__traceback__))
     _write(
         OutOfMemory(
             device="cuda" if type(error).__name__ == "OutOfMemoryError" else "cpu",
@@ -208,7 +208,7 @@ def _capture_host(error: BaseException) -> None:
             rss=resident_bytes(),
             pss=shared_out_bytes(),
             limits=read_host_limits(),
-            at=f"{frame['file']}:{frame['line']}" if frame is not None else "",
+            at=frame.site if frame is not None else "",
             **holdings,
         )
     )

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from model_check.record.events import Event
-from model_check.record.events.process import GroupJoined, Versions
+from model_check.record.events.crashes import Exit, UncaughtException
+from model_check.record.events.job import RankExit, SignalSent
+from model_check.record.events.process import GroupJoined, JobOver, JobStarted, Stopped, StopReason, Versions
+from model_check.record.metrics import StepMetrics
 from model_check.record.process_sample import RankSample
-from model_check.record.rank_exits import RankExit
 from model_check.record.ring import FLAG_ASYNC, Crumb
 from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import Frame, ProcessStacks
@@ -151,8 +153,13 @@ class RankEvidence:
         return [event for event in self.told if isinstance(event, kind)]
 
     @cached_property
-    def exceptions(self) -> list[Mapping[str, Any]]:
-        return self.happened("exception")
+    def exceptions(self) -> list[UncaughtException]:
+        return self.happened(UncaughtException)
+
+    @cached_property
+    def announced_exit(self) -> Exit | None:
+        """How it said that it leaves, the last time."""
+        return next(iter(reversed(self.happened(Exit))), None)
 
     def rank_stacks(self) -> list[ProcessStacks]:
         """Rounds of this rank's own process that could be taken, oldest first."""
@@ -185,7 +192,7 @@ class Evidence:
     cores: int | None = None
     host_memory: int | None = None  # bytes that the host had to give when the job began
     damage: tuple[str, ...] = ()
-    metrics: tuple[Mapping[str, Any], ...] = ()  # of our own trainer: the first steps and the newest
+    metrics: tuple[StepMetrics, ...] = ()  # of our own trainer: the first steps and the newest
     vocabulary: int | None = None  # of our own trainer's model
     ours: bool = False  # a run of our own trainer: the reader has our settings and no script
     plan: RunPlan = field(default_factory=RunPlan)  # of our own trainer on GPUs: what a rank was to need
@@ -219,13 +226,14 @@ class Evidence:
         return standing
 
     @cached_property
-    def stopped_why(self) -> str:
-        stopped = self.said("stopped")
-        return str(stopped[-1].get("why", "")) if stopped else ""
+    def stopped(self) -> StopReason | None:
+        """Why the launcher ended the job; None if it did not."""
+        stops = self.said(Stopped)
+        return stops[-1].because if stops else None
 
-    @cached_property
+    @property
     def killed_as_hung(self) -> bool:
-        return self.stopped_why.lower().startswith("hang")
+        return self.stopped == "hang"
 
     @cached_property
     def median_step_s(self) -> float | None:
@@ -246,12 +254,7 @@ class Evidence:
     @cached_property
     def signals_sent(self) -> dict[int, float]:
         """When the launcher first told a rank to end."""
-        sent: dict[int, float] = {}
-        for record in self.said("signal_sent"):
-            rank, t = record.get("rank"), record.get("t")
-            if isinstance(rank, int) and isinstance(t, (int, float)):
-                sent.setdefault(rank, float(t))
-        return sent
+        return {sent.rank: sent.t for sent in reversed(self.said(SignalSent))}
 
     def stands(self, rank: int) -> bool:
         """It lives, or lived until the launcher ended it."""
@@ -265,12 +268,9 @@ class Evidence:
     @cached_property
     def ended(self) -> tuple[Outcome, int] | None:
         """The outcome and exit code that the launcher wrote down when all ranks were gone."""
-        for record in reversed(self.supervisor):
-            if record.get("event") == "job_started":
-                return None
-            outcome, code = record.get("outcome"), record.get("exit_code")
-            if record.get("event") == "job_ended" and outcome in get_args(Outcome) and isinstance(code, int):
-                return outcome, code
+        newest = next((event for event in reversed(self.journal) if isinstance(event, (JobStarted, JobOver))), None)
+        if isinstance(newest, JobOver) and newest.outcome is not None and newest.exit_code is not None:
+            return newest.outcome, newest.exit_code
         return None
 
     @property
@@ -298,7 +298,7 @@ class Evidence:
         """
         if self.stall is not None:
             return not self.live or any(self.is_quiet(rank) for rank in self.all_ranks if self.stands(rank))
-        watched = bool(self.said("job_started"))
+        watched = bool(self.said(JobStarted))
         if self.live and watched:
             return False
         look_t = (

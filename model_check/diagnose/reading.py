@@ -22,19 +22,20 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.flight import read_flight
 from model_check.diagnose.following import FollowedRing
-from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
 from model_check.record.environment import Environment
 from model_check.record.events import Event, read_event
-from model_check.record.events.process import Samples
+from model_check.record.events.crashes import Exit
+from model_check.record.events.job import RankExit, RankStarted
+from model_check.record.events.process import JobStarted, Samples
 from model_check.record.files import open_regular, read_tail
+from model_check.record.metrics import read_metrics
 from model_check.record.process_sample import RankSample
-from model_check.record.rank_exits import RANK_EXITED, RankExit
 from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
 from model_check.record.typed import from_json
-from model_check.record.values import seconds, whole
+from model_check.record.values import whole
 
 T = TypeVar("T")
 _RANK_FILE = re.compile(r"rank-(\d+)")
@@ -103,12 +104,11 @@ class JsonlTail:
             self._damaged_lines += 1
             return
         if isinstance(record, dict):
-            named = _with_common_names(record)
-            event = read_event(named)
+            event = read_event(record)
             self.fresh.append(event)
-            self.records.append(named)
+            self.records.append(record)
             self.events.append(event)
-            kind = str(named.get("event"))
+            kind = str(record.get("event"))
             self._held[kind] += 1
             if self._held[kind] > 2 * sum(_KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))):
                 self._forget(kind)
@@ -121,24 +121,6 @@ class JsonlTail:
         self.records = [record for n, record in enumerate(self.records) if n not in dropped]
         self.events = [event for n, event in enumerate(self.events) if n not in dropped]
         self._held[kind] = first + newest
-
-
-def _with_common_names(record: dict[str, Any]) -> dict[str, Any]:
-    """Event records name their kind and their monotonic time in one way here."""
-    if "event" not in record and "kind" in record:
-        record["event"] = record["kind"]
-    if "t" not in record and "monotonic" in record:
-        record["t"] = record["monotonic"]
-    if (
-        record.get("event") in ("exception", "swallowed_exception")
-        and not record.get("frames")
-        and record.get("traceback")
-    ):
-        record["frames"] = [
-            {"file": m["file"], "line": int(m["line"]), "function": m["function"]}
-            for m in FRAME_LINE.finditer(str(record["traceback"]))
-        ]
-    return record
 
 
 @dataclass(frozen=True)
@@ -203,7 +185,7 @@ class Reader:
     def read(self, *, live: bool, now: float | None = None) -> Evidence:
         damage = self._supervisor.update()
         supervisor = self._supervisor.records
-        exits, starts = _exits_and_starts(supervisor)
+        exits, starts = _exits_and_starts(self._supervisor.events)
         _take_samples(self._supervisor.fresh, self._samples)
         samples = self._samples
         numbers = self._rank_numbers() | set(exits) | set(starts) | set(samples)
@@ -215,17 +197,17 @@ class Reader:
         }
         machine = self._cached(self.run_dir.environment, partial(_read_as, Environment))
         evidence = Evidence(
-            world_size=_world_size(supervisor, ranks),
+            world_size=_world_size(self._supervisor.events, ranks),
             ranks=ranks,
             supervisor=tuple(supervisor),
             journal=tuple(self._supervisor.events),
-            now=now if now is not None else time.monotonic() if live else _last_time(supervisor, ranks),
+            now=now if now is not None else time.monotonic() if live else _last_time(self._supervisor.events, ranks),
             live=live,
             cores=machine.cores or machine.cpu_count or (usable_cores() if live else None),
             host_memory=machine.memory_available_bytes,
             damage=tuple(damage),
             metrics=self._cached(self.run_dir.metrics, read_metrics),
-            vocabulary=self._cached(self.run_dir.config, lambda path: vocabulary_of(read_json(path))),
+            vocabulary=self._cached(self.run_dir.config, lambda path: _vocabulary(read_json(path))),
             ours=self.run_dir.config.exists(),
             plan=self._cached(self.run_dir.plan, partial(_read_as, RunPlan)),
         )
@@ -262,14 +244,12 @@ class Reader:
         began = whole(header.get("start_monotonic_ns")) / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
-        earlier = [_of_earlier_life(e, whole(header.get("pid")), began) for e in tail.records]
+        earlier = [_of_earlier_life(e, whole(header.get("pid")), began) for e in tail.events]
         events = tuple(e for e, old in zip(tail.records, earlier, strict=True) if not old)
         told = tuple(e for e, old in zip(tail.events, earlier, strict=True) if not old)
         if exit is not None and exit.t < began and exit.pid != header.get("pid"):
             exit = None  # of an earlier life: a rank that no launcher of ours started says of none that it began
-        announced = _announced_exit(
-            events, rank, whole(header.get("pid")), believed_before if exit is None else math.inf
-        )
+        announced = _announced_exit(told, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
         exit = _first_end(announced, exit)
         files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
         read = partial(read_stacks, show=place.frame)
@@ -323,18 +303,15 @@ def _round_of(path: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankExit], dict[int, float]]:
+def _exits_and_starts(journal: Iterable[Event]) -> tuple[dict[int, RankExit], dict[int, float]]:
     exits: dict[int, RankExit] = {}
     starts: dict[int, float] = {}
-    for record in supervisor:
-        rank = record.get("rank")
-        if not is_rank(rank):
-            continue
-        if record.get("event") == "rank_started":
-            starts[rank] = seconds(record)
-            exits.pop(rank, None)
-        elif record.get("event") == RANK_EXITED:
-            exits[rank] = RankExit.from_json(record)
+    for event in journal:
+        if isinstance(event, RankStarted) and is_rank(event.rank):
+            starts[event.rank] = event.t
+            exits.pop(event.rank, None)
+        elif isinstance(event, RankExit) and is_rank(event.rank):
+            exits[event.rank] = event
     return exits, starts
 
 
@@ -345,35 +322,40 @@ def _first_end(announced: RankExit | None, exit: RankExit | None) -> RankExit | 
     return announced if exit.signal in _TOLD_TO_END and announced.t <= exit.t else exit
 
 
-def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
+def _of_earlier_life(event: Event, pid: int, began: float) -> bool:
     """A restarted rank appends to the file of its first life, whose failure its launcher has already forgiven."""
-    t = seconds(event) or began
-    return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and whole(event.get("pid") or pid) != pid)
+    t = event.t or began
+    return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and (event.pid or pid) != pid)
 
 
-def _announced_exit(
-    events: Iterable[Mapping[str, Any]], rank: int, pid: int, believed_before: float
-) -> RankExit | None:
+def _announced_exit(told: Iterable[Event], rank: int, pid: int, believed_before: float) -> RankExit | None:
     """A rank that announces exit code 0 takes part in nothing more, though its process may need seconds to end.
 
     A rank that did not call exit does not know its code: to it, `raise SystemExit(3)` looks like a return. Its process
     gets time to end with the true code.
     """
-    for record in events:
-        if record.get("event") == "exit" and record.get("code") == 0 and record.get("pid") == pid:
-            guessed = record.get("via") == "return" and seconds(record) > believed_before
-            return None if guessed else RankExit(rank, pid, 0, None, seconds(record))
+    for event in told:
+        if isinstance(event, Exit) and event.code == 0 and event.pid == pid:
+            guessed = event.via == "return" and event.t > believed_before
+            return None if guessed else RankExit(t=event.t, rank=rank, pid=pid, code=0)
     return None
 
 
-def _world_size(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidence]) -> int:
-    said = [int(r["nproc"]) for r in supervisor if r.get("event") == "job_started" and is_rank(r.get("nproc"))]
+def _vocabulary(config: Any) -> int | None:
+    """The number of tokens that the model of config.json chooses from; None where it is not a run of our own."""
+    value = config.get("model", {}).get("vocab_size") if isinstance(config, dict) else None
+    value = value.get("value") if isinstance(value, dict) else value
+    return value if isinstance(value, int) and value > 1 else None
+
+
+def _world_size(journal: Iterable[Event], ranks: Mapping[int, RankEvidence]) -> int:
+    said = [event.nproc for event in journal if isinstance(event, JobStarted) and is_rank(event.nproc)]
     headers = [int(r.header["world_size"]) for r in ranks.values() if is_rank(r.header.get("world_size"))]
     return max([*said, *headers, *(n + 1 for n in ranks)], default=0)
 
 
-def _last_time(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidence]) -> float:
-    times = [seconds(r) for r in supervisor]
+def _last_time(journal: Iterable[Event], ranks: Mapping[int, RankEvidence]) -> float:
+    times = [event.t for event in journal]
     times += [r.last_progress_t for r in ranks.values() if r.last_progress_t is not None]
-    times += [seconds(e) for r in ranks.values() for e in r.events]
+    times += [event.t for r in ranks.values() for event in r.told]
     return max(times, default=0.0)

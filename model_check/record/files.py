@@ -73,11 +73,15 @@ class JsonlReading:
 
 
 def read_jsonl(path: Path) -> JsonlReading:
-    """Every whole record of the file; a missing file is an empty one."""
+    """Every whole record of the file. A missing file is an empty one; one that cannot be read is damage, no error."""
     reading = JsonlReading()
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except FileNotFoundError:
+        return reading
+    except OSError as error:
+        reading.damage.append(f"{path.name}: cannot be read ({error.strerror})")
         return reading
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):

@@ -15,6 +15,7 @@ from typing import Any
 
 from model_check.record.files import read_json, write_json_atomic
 from model_check.record.paths import RunDir
+from model_check.record.typed import NOT_STORED
 from model_check.record.user_code import is_door, is_trainer, is_user_file
 from model_check.record.values import objects, seconds, whole
 
@@ -27,11 +28,12 @@ FRAME_LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?
 class Frame:
     """One frame of a Python stack, the path as the interpreter knows it."""
 
-    file: str
-    line: int
-    function: str
-    text: str = ""
-    root: str = field(default="", compare=False)  # the folder that a relative path starts from
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    text: str = ""  # the source line
+    # The folder that a relative path starts from: the reader's knowledge.
+    root: str = field(default="", compare=False, metadata=NOT_STORED)
 
     @property
     def site(self) -> str:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from model_check.record import RunDir, read_jsonl
+from model_check.record import RunDir
+from model_check.record.events import read_events
+from model_check.record.events.job import RankExit
 from model_check.record.journal import Journal
 from model_check.record.process_identity import is_near, live_pid
 from model_check.record.ring import read_header
@@ -76,10 +78,10 @@ def _is_quiet(run_dir: RunDir, rank: int) -> bool:
 
 def _write_exits(run_dir: RunDir, journal: Journal, ended: Mapping[int, Mapping[str, Any]]) -> None:
     """Records the exit of ranks whose process is gone, with the exit code that they announced, if any."""
-    records = read_jsonl(run_dir.supervisor_events).records
-    known = {(r.get("rank"), r.get("pid")) for r in records if r.get("event") == "rank_exited"}
+    events = read_events(run_dir.supervisor_events)
+    known = {(exit.rank, exit.pid) for exit in events if isinstance(exit, RankExit)}
     for rank, who in ended.items():
         pid = who.get("pid")
         if is_near(who) and isinstance(pid, int) and (rank, pid) not in known:
             code = exit_code_recorded(run_dir, rank, pid)
-            journal.write("rank_exited", rank=rank, pid=pid, code=code, signal=None)
+            journal.write(RankExit(rank=rank, pid=pid, code=code))

@@ -25,10 +25,16 @@ class Rank:
     io_bytes: int = 0
 
     def was_active(self, seen: RankSample) -> bool:
-        """Whether it or one of its children computed for 50 ms or moved a megabyte since the last sample."""
+        """Whether it or a child computed for 50 ms since the last sample, or moved a megabyte since it last did.
+
+        Bytes add up: a save over a slow network moves less than a megabyte between two samples.
+        """
         cpu_s = seen.cpu_s + sum(child.cpu_s for child in seen.children)
-        active = cpu_s - self.cpu_s > _ACTIVE_CPU_S or seen.io_bytes - self.io_bytes > _ACTIVE_BYTES
-        self.cpu_s, self.io_bytes = cpu_s, seen.io_bytes
+        has_moved = seen.io_bytes - self.io_bytes > _ACTIVE_BYTES
+        active = cpu_s - self.cpu_s > _ACTIVE_CPU_S or has_moved
+        self.cpu_s = cpu_s
+        if has_moved:
+            self.io_bytes = seen.io_bytes
         return active
 
 

@@ -37,6 +37,7 @@ class Fault:
     severity: Literal["error", "warning", "info", ""] = ""
     exit_code: int | None = None  # None: any but 0 for an error, 143 where we had to end a job that only hung
     cause: str = ""  # of the finding
+    tensor: str = ""  # part of the finding's
     facts: dict[str, object] = field(default_factory=dict)  # of the finding, among others
     says: tuple[str, ...] = ()  # must appear in title, evidence or fix; {port} and {holder} are filled in
     every_line: bool = False  # all marked lines must be named, not only one of them
@@ -94,6 +95,15 @@ def slow(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -
 def leak(name: str, ranks: tuple[int, ...], facts: dict[str, object]) -> Fault:
     return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", facts=facts)
 
+
+def raised(exception: str, message: str = "") -> dict[str, object]:
+    """The facts of a finding about this exception."""
+    return {"exception": exception} | ({"message": message} if message else {})
+
+
+_LABEL_17 = raised("ValueError", "label 17 out of range at step 12")
+_NO_MODULE = raised("ModuleNotFoundError", "No module named 'fast_tokenizer_kernels'")
+_KILLED = {"signal": "SIGKILL", "last_recorded": True}
 
 MISMATCHES = (
     hang("order_mismatch", "MC201", (1,), severity="error", says=("broadcast", "all_reduce")),
@@ -189,43 +199,60 @@ CRASHES = (
     crash("loader_worker_killed", "MC216", (1,), exit_code=1, says=("SIGKILL",)),
     hang("loader_worker_exits", "MC216", (0,), severity="error", exit_code=1),
     # A swallowed exception is no crash: its harm, a drift into a hang, may show a few steps later.
-    hang("swallowed_exception", "MC302", (1,), severity="error", says=("index out of range",)),
-    hang("swallowed_oom", "MC302", (0,), severity="error", says=("out of memory",)),
-    hang("swallowed_in_loader", "MC302", (1,), severity="error", nproc=3, says=("bad checksum",)),
-    hang("swallowed_quietly", "MC302", (1,), severity="error", says=("except KeyError",)),
-    hang("swallowed_in_caller", "MC302", (1,), severity="error", says=("except Exception:",)),
-    hang("swallowed_by_suppress", "MC302", (2,), nproc=3, severity="error", says=("suppress(KeyError)",)),
-    hang("swallowed_by_manager", "MC302", (1,), severity="error", says=("with Tolerant():",)),
-    hang("swallowed_by_finally", "MC302", (0,), severity="error", says=("cannot be multiplied",)),
-    hang("swallowed_by_retry", "MC302", (1,), severity="error", says=("except (ValueError, OSError):",)),
-    hang("swallowed_epoch", "MC302", (0,), severity="error", says=("except TypeError:",)),
-    crash("exception_ddp", "MC301", (1,), exit_code=1, says=("label 17 out of range",)),
-    crash("exception_four_ranks", "MC301", (2,), nproc=4, exit_code=1, says=("KeyError",)),
+    hang(
+        "swallowed_exception", "MC302", (1,), severity="error", facts=raised("IndexError", "index out of range in self")
+    ),
+    hang("swallowed_oom", "MC302", (0,), severity="error", facts=raised("OutOfMemoryError")),
+    hang(
+        "swallowed_in_loader",
+        "MC302",
+        (1,),
+        severity="error",
+        nproc=3,
+        facts=raised("ValueError", "record 96 has a bad checksum"),
+    ),
+    hang("swallowed_quietly", "MC302", (1,), severity="error", facts={"handler": "except KeyError:"}),
+    hang("swallowed_in_caller", "MC302", (1,), severity="error", facts={"handler": "except Exception:"}),
+    hang(
+        "swallowed_by_suppress",
+        "MC302",
+        (2,),
+        nproc=3,
+        severity="error",
+        facts={"handler": "with contextlib.suppress(KeyError):"},
+    ),
+    hang("swallowed_by_manager", "MC302", (1,), severity="error", facts={"handler": "with Tolerant():"}),
+    hang("swallowed_by_finally", "MC302", (0,), severity="error", facts=raised("RuntimeError")),
+    hang("swallowed_by_retry", "MC302", (1,), severity="error", facts={"handler": "except (ValueError, OSError):"}),
+    hang("swallowed_epoch", "MC302", (0,), severity="error", facts={"handler": "except TypeError:"}),
+    crash("exception_ddp", "MC301", (1,), exit_code=1, facts=_LABEL_17),
+    crash("exception_four_ranks", "MC301", (2,), nproc=4, exit_code=1, facts=raised("KeyError")),
     crash(
         "exception_in_worker",
         "MC301",
         (0,),
         exit_code=1,
-        says=("JSONDecodeError: Expecting", "worker process 0", ":31"),
+        facts={**raised("JSONDecodeError"), "raised_in": "DataLoader worker process 0"},
+        says=(":31",),
     ),
-    crash("syntax_error", "MC301", (1,), exit_code=1, says=("losses.py:2", "invalid syntax")),
-    crash("exception_in_backward", "MC301", (0,), exit_code=1, says=("no backward for 16 bits",)),
-    crash("killed_from_outside", "MC303", (1,), exit_code=137, says=("SIGKILL", "sender", "last recorded")),
+    crash("syntax_error", "MC301", (1,), exit_code=1, facts=raised("SyntaxError"), says=("losses.py:2",)),
+    crash("exception_in_backward", "MC301", (0,), exit_code=1, facts=raised("RuntimeError", "no backward for 16 bits")),
+    crash("killed_from_outside", "MC303", (1,), exit_code=137, facts=_KILLED),
     crash("killed_by_cgroup", "MC305", (1,), exit_code=137, needs="cgroup", arguments=("--cgroup", "{cgroup}")),
-    crash("segfault", "MC306", (1,), exit_code=139, says=("SIGSEGV",)),
-    crash("aborted", "MC306", (0,), exit_code=134, says=("SIGABRT",)),
-    crash("memory_error", "MC307", (1,), exit_code=1, says=("MemoryError",)),
+    crash("segfault", "MC306", (1,), exit_code=139, facts={"signal": "SIGSEGV"}),
+    crash("aborted", "MC306", (0,), exit_code=134, facts={"signal": "SIGABRT"}),
+    crash("memory_error", "MC307", (1,), exit_code=1, facts=raised("MemoryError")),
     crash("bad_alloc", "MC307", (1,), exit_code=1, says=("RSS",)),
-    crash("early_exit", "MC308", (1,)),
-    crash("early_exit_hard", "MC308", (2,), nproc=3),
-    crash("exit_code", "MC313", (1,), exit_code=7),
+    crash("early_exit", "MC308", (1,), facts={"via": "sys.exit"}),
+    crash("early_exit_hard", "MC308", (2,), nproc=3, facts={"via": "os._exit"}),
+    crash("exit_code", "MC313", (1,), exit_code=7, facts={"exit_code": 7, "via": "sys.exit"}),
     # From inside it looks like a return: its code is known when its process has ended.
-    hang("system_exit_raised", "MC313", (1,), severity="error", exit_code=1, says=("no shard for step 12",)),
-    crash("store_host_gone", "MC309", (0,)),
+    hang("system_exit_raised", "MC313", (1,), severity="error", exit_code=1, facts={"message": "no shard for step 12"}),
+    crash("store_host_gone", "MC309", (0,), facts={"via": "os._exit"}),
     crash("checkpoint_cut_off", "MC601", (0,), exit_code=1, says=("last.pt", "os.replace")),
     crash("weights_cut_off", "MC601", (0, 1), exit_code=1, says=("model.safetensors", "SafetensorError")),
     crash("pickle_cut_off", "MC601", (0,), exit_code=1, says=("UnpicklingError", "os.replace")),
-    crash("import_error", "MC310", (1,), exit_code=1, says=("fast_tokenizer_kernels",)),
+    crash("import_error", "MC310", (1,), exit_code=1, facts=_NO_MODULE),
     crash("cuda_device_assert", "MC902", (1,), needs="gpu", facts={"token": 100, "rows": 100}),
     crash("cuda_index_assert", "MC311", (1,), needs="gpu"),
     crash("cuda_out_of_memory", "MC501", (1,), needs="gpu"),
@@ -279,61 +306,75 @@ SLOWNESS = (
 
 FRAMEWORKS = (
     hang("lightning_rank0_log", "MC206 MC207", (0,), severity="error"),
-    crash("trainer_collator_fails", "MC301", (1,), exit_code=1, says=("KeyError", "labels")),
+    crash("trainer_collator_fails", "MC301", (1,), exit_code=1, facts=raised("KeyError", "'labels'")),
     hang("accelerate_gather_main", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
-    slow("lightning_nan_sample", "MC404", (1,), says=("samples of the batch 5", "dataset index")),
-    slow("trainer_nan_in_loss", "MC401", (1,), says=("add in the loss code",)),
-    slow("trainer_log_of_zero", "MC401", (1,), says=("takes the logarithm of 0", "loss code")),
+    slow("lightning_nan_sample", "MC404", (1,), facts={"samples": [5]}, says=("dataset index",)),
+    slow("trainer_nan_in_loss", "MC401", (1,), cause="loss_code", facts={"op": "add"}),
+    slow("trainer_log_of_zero", "MC401", (1,), cause="loss_code", facts={"problem": "logarithm"}),
 )
 
 OTHER_LAUNCHERS = (
-    crash("exception_under_torchrun", "MC301", (1,), script="exception_ddp", form="torchrun", says=("label 17",)),
+    crash("exception_under_torchrun", "MC301", (1,), script="exception_ddp", form="torchrun", facts=_LABEL_17),
     hang("loader_stuck_under_torchrun", "MC204", (1,), script="loader_stuck", form="torchrun", severity="warning"),
     hang("barrier_under_torchrun", "MC206 MC207", (0,), script="barrier_rank0", form="torchrun", severity="error"),
-    crash("killed_under_torchrun", "MC303", (1,), script="killed_from_outside", form="torchrun", says=("SIGKILL",)),
+    crash("killed_under_torchrun", "MC303", (1,), script="killed_from_outside", form="torchrun", facts=_KILLED),
 )
 
 NUMERICS = (
-    slow("nan_sample", "MC404", (1,), says=("samples of the batch 5",)),
-    slow("nan_in_dataset", "MC404", (0,), says=("dataset index 237 (sample 7 of the batch)",)),
-    slow("sqrt_at_zero", "MC402", (0,), says=("sqrt", "loss is finite")),
-    slow("root_in_loss", "MC402", (1,), says=("sqrt", "loss code")),
-    crash("half_overflow", "MC403", (0,), exit_code=1, flags=("--guard", "halt"), says=("65504", "wide")),
-    slow("rate_spike", "MC405", (0, 1), says=("0.001", "100")),
-    slow("exploding", "MC406", (0, 1), says=("gradient norm",)),
-    slow("empty_mask", "MC408", (1,), says=("divides by a sum that is 0",)),
-    slow("nan_to_the_end", "MC408", (1,), says=("divides by a sum that is 0",)),
-    slow("weights_too_large", "MC407", (0, 1), says=("layers",)),
-    slow("log_of_zero", "MC401", (1,), says=("log", "Policy")),
+    slow("nan_sample", "MC404", (1,), facts={"samples": [5]}),
+    slow("nan_in_dataset", "MC404", (0,), facts={"samples": [7], "dataset_indices": [237]}),
+    slow("sqrt_at_zero", "MC402", (0,), cause="model", facts={"op": "sqrt"}),
+    slow("root_in_loss", "MC402", (1,), cause="loss_code", facts={"op": "sqrt"}),
+    crash("half_overflow", "MC403", (0,), exit_code=1, flags=("--guard", "halt"), facts={"module": "wide"}),
+    slow("rate_spike", "MC405", (0, 1), facts={"rates": [0.001, 100.0]}),
+    slow("exploding", "MC406", (0, 1)),
+    slow("empty_mask", "MC408", (1,), cause="loss_code", facts={"problem": "empty_sum"}),
+    slow("nan_to_the_end", "MC408", (1,), cause="loss_code", facts={"problem": "empty_sum"}),
+    slow("weights_too_large", "MC407", (0, 1), cause="model"),
+    slow("log_of_zero", "MC401", (1,), cause="model", facts={"op": "log", "module": "Policy"}),
     # Models that cannot be run again, or come out finite the second time: their graph shows the operation.
-    slow("nan_counting_module", "MC401", (0,), says=("div in the forward of Net", "run once more, it is finite")),
-    slow("nan_in_encoder", "MC408", (1,), says=("Encoder",)),
-    slow("nan_under_fsdp", "MC401", (1,), says=("div in the forward of Net: it divides by 0",)),
+    slow("nan_counting_module", "MC401", (0,), facts={"op": "div", "module": "Net", "finite_again": True}),
+    slow("nan_in_encoder", "MC408", (1,), facts={"module": "Encoder"}),
+    slow("nan_under_fsdp", "MC401", (1,), facts={"op": "div", "module": "Net", "problem": "zero_divisor"}),
     # One number of one gradient far from the loss, of more than twenty buckets or sharded modules.
-    slow("nan_late_bucket", "MC402", (1,), says=("layers.2",)),
-    slow("nan_late_unit", "MC402", (1,), says=("layers.2",)),
-    slow("norm_in_place", "MC401", (1,), says=("changes its own input in place",)),
-    slow("replica_drift", "MC410", (2,), nproc=3, says=("head.bias", "step 20", "step 30")),
-    slow("replicas_never_alike", "MC410", (0, 1), says=("0.weight", "began with different weights")),
-    slow("replica_skips_average", "MC410", (2,), nproc=3, says=("step 20", "step 10")),
-    slow("same_data", "MC412", (0, 1), says=("same batch",)),
+    slow("nan_late_bucket", "MC402", (1,), tensor="layers.2"),
+    slow("nan_late_unit", "MC402", (1,), tensor="layers.2"),
+    slow("norm_in_place", "MC401", (1,), facts={"changes_its_input": True}),
+    slow("replica_drift", "MC410", (2,), nproc=3, tensor="head.bias", facts={"majority": True, "last_alike": 20}),
+    slow("replicas_never_alike", "MC410", (0, 1), cause="from_the_start", tensor="0.weight"),
+    slow("replica_skips_average", "MC410", (2,), nproc=3, cause="changed", facts={"last_alike": 10}),
+    slow("same_data", "MC412", (0, 1)),
     # The script itself sees the number and stops: that is what followed from it.
-    crash("nan_loss_raises", "MC408", (1,), exit_code=1, says=("rank 1 then raised ValueError: loss is nan",)),
-    crash("nan_loss_exits", "MC401", (1,), exit_code=3, says=("log", "then exited with code 3")),
-    crash("clip_raises", "MC402", (1,), exit_code=1, says=("sqrt", "ranks 0 and 1 then raised RuntimeError")),
-    crash("loss_too_large", "MC301", (1,), exit_code=1, says=("raised ValueError: loss is ",)),
-    crash("token_without_row", "MC902", (1,), exit_code=1, facts={"token": 117, "rows": 100, "module": "tokens"}),
+    crash(
+        "nan_loss_raises",
+        "MC408",
+        (1,),
+        exit_code=1,
+        facts={"ended_by": {"ranks": [1], "exception": "ValueError", "message": "loss is nan"}},
+    ),
+    crash("nan_loss_exits", "MC401", (1,), exit_code=3, facts={"op": "log"}, says=("then exited with code 3",)),
+    crash(
+        "clip_raises",
+        "MC402",
+        (1,),
+        exit_code=1,
+        facts={"op": "sqrt"},
+        says=("ranks 0 and 1 then raised RuntimeError",),
+    ),
+    crash("loss_too_large", "MC301", (1,), exit_code=1, facts=raised("ValueError")),
+    crash("token_without_row", "MC902", (1,), exit_code=1, tensor="tokens", facts={"token": 117, "rows": 100}),
 )
 
 # Nothing is broken yet: the run ends as it would have without us.
 TRENDS = (
-    slow("loss_spike", "MC413", (0,), nproc=1, exit_code=0, says=("at step 140", "3 steps in a row")),
+    slow("loss_spike", "MC413", (0,), nproc=1, exit_code=0, cause="spike", says=("at step 140",)),
     slow(
         "rate_too_small",
         "MC414",
         (0, 1),
         exit_code=0,
-        says=("learning rate 3e-09", "ln(64) is 4.159", "rate is too small", "moved a weight by"),
+        cause="rate_too_small",
+        facts={"rates": [3e-9], "choices": 64},
     ),
     slow(
         "dead_layer",
@@ -341,9 +382,11 @@ TRENDS = (
         (0,),
         nproc=1,
         exit_code=0,
-        says=("body.weight gets no gradient", "body.bias", "head.weight"),
+        cause="stopped",
+        tensor="body.weight",
+        facts={"without_gradient": ["body.weight", "body.bias", "head.weight"]},
     ),
-    slow("penalty_sign", "MC416", (0, 1), exit_code=0, says=("gradient norm", "largest part of it is that of 2.")),
+    slow("penalty_sign", "MC416", (0, 1), exit_code=0, cause="gradients", tensor="2."),
 )
 
 FAULTS: tuple[Fault, ...] = (

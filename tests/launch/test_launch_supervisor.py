@@ -239,6 +239,22 @@ def test_an_idle_hang_is_ended_at_its_limit_and_becomes_an_error(make_job: Any) 
     assert written is not None and written.findings[0].severity == "error"
 
 
+def test_a_job_that_was_suspended_together_with_us_is_not_hung(make_job: Any) -> None:
+    """Ctrl-Z and fg, or a scheduler that suspends jobs: the clock goes on, the ranks do not."""
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5, away_after_s=0.5))
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    assert job.supervisor.poll() is None
+    for rank in job.ranks:
+        rank.tell("step", "begin collective")
+    assert job.supervisor.poll() is None
+    time.sleep(1.0)  # how long all of us are suspended
+    assert job.supervisor.poll() is None
+    assert "stall" not in job.kinds() and not job.supervisor.stalled
+    ending = job.poll_until(lambda: False)  # a hang is found all the same
+    assert ending is not None and ending.reason.startswith("hang: no progress")
+
+
 @pytest.mark.parametrize("io_kill_after_s", [0.0, 0.8])
 def test_uninterruptible_io_is_ended_only_by_a_limit_of_its_own(make_job: Any, io_kill_after_s: float) -> None:
     job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5, io_kill_after_s=io_kill_after_s))
@@ -263,12 +279,34 @@ def test_a_rank_that_computes_is_slow_and_never_ended(make_job: Any) -> None:
     assert job.poll_for(2.5) == []
 
 
+def test_a_limit_shorter_than_a_step_does_not_end_ranks_that_compute(make_job: Any) -> None:
+    """Steps of a minute are given five before they are suspected: the limit has passed when the first look is taken."""
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.2))
+    job.ranks[1].tell("spin")
+    _hang(job)
+    assert job.poll_for(2.5) == []
+    assert job.supervisor.stalled
+
+
+def test_a_save_that_moves_little_at_a_time_is_alive(make_job: Any) -> None:
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=1.0))
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    job.ranks[0].tell("begin collective")
+    job.ranks[1].tell("begin save")
+    end = time.monotonic() + 3.0
+    while time.monotonic() < end:
+        job.ranks[1].tell("write 900000")
+        assert job.poll_for(0.1) == []
+    assert job.supervisor.stalled
+
+
 def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(make_job: Any) -> None:
     job = make_job()
     job.ranks[1].tell("exit 3")
     code = job.ranks[1].process.wait(timeout=10)
     began = time.monotonic()
-    job.supervisor.rank_exited(RankExit(1, job.ranks[1].process.pid, code, None, began, attempt=0))
+    job.supervisor.rank_exited(RankExit(t=began, rank=1, pid=job.ranks[1].process.pid, code=code))
     assert time.monotonic() - began < 2.0
     dump = read_json(job.run_dir.stacks_dir / "rank-00000.1.json")
     assert dump["pid"] == job.ranks[0].process.pid and dump["threads"]
@@ -292,8 +330,8 @@ def test_the_exit_code_is_that_of_the_rank_the_verdict_names(make_job: Any) -> N
     job = make_job(Finding("MC313", "rank 1 exited with code 3", certainty="proven", ranks=[1], victims=[0]))
     job.supervisor.journal.write("stall")
     exits = [
-        RankExit(0, job.ranks[0].process.pid, 1, None, 1.0, attempt=0),
-        RankExit(1, job.ranks[1].process.pid, 3, None, 2.0, attempt=0),
+        RankExit(t=1.0, rank=0, pid=job.ranks[0].process.pid, code=1),
+        RankExit(t=2.0, rank=1, pid=job.ranks[1].process.pid, code=3),
     ]
     verdict = job.supervisor.finish("failed", exits, 1)
     assert (verdict.outcome, verdict.exit_code) == ("failed", 3)
@@ -307,7 +345,7 @@ def test_a_rank_that_we_ended_while_it_was_leaving_keeps_the_code_it_had_announc
     events = JsonlWriter(job.run_dir.events(1))
     events.write({"t": 1.0, "event": "exit", "pid": pids[1], "code": 9, "via": "sys.exit"})
     events.close()
-    killed = [RankExit(rank, pids[rank], None, 15, 2.0, attempt=0, signalled_at=1.5) for rank in range(2)]
+    killed = [RankExit(t=2.0, rank=rank, pid=pids[rank], signal=15, signalled_at=1.5) for rank in range(2)]
     assert job.supervisor.finish("failed", killed, 1).exit_code == 9
 
 

@@ -4,9 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from model_check.record.events.base import Event
 from model_check.record.process_sample import RankSample
+from model_check.record.verdict import Outcome
+
+StopReason = Literal["hang", "proven", "interrupted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStarted(Event, kind="job_started"):
+    """A launcher has started a job in this run directory."""
+
+    nproc: int | None = None  # ranks on this host; None: the command that was given starts them itself
+    hosts: int | None = None
+    host: str = ""  # where the launcher runs
+    launcher_pid: int = 0
+    command: tuple[str, ...] | None = None  # without secrets; only of a job with a launcher of its own
+    command_pid: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOver(Event, kind="job_ended"):
+    """All ranks of the job are gone."""
+
+    outcome: Outcome | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(Event, kind="stopped"):
+    """The job is being ended before its ranks have finished."""
+
+    why: str = ""  # a sentence for people
+    reason: StopReason | None = None  # None: written by a version that only gave the sentence
+
+    @property
+    def because(self) -> StopReason:
+        """The reason; sentences of earlier versions begin with it, unless somebody asked for the end."""
+        if self.reason is not None:
+            return self.reason
+        return "hang" if self.why.startswith("hang") else "proven" if self.why.startswith("proven") else "interrupted"
 
 
 @dataclass(frozen=True, kw_only=True)
