@@ -182,13 +182,6 @@ class RankEvidence:
         """Rounds of this rank's own process that could be taken, oldest first."""
         return [s for s in self.stacks if s.process == "rank" and s.threads]
 
-    def user_frame_now(self) -> Frame | None:
-        """The user's line on the main thread's newest stack, else the newest breadcrumb that has one."""
-        for dump in reversed(self.rank_stacks()):
-            if dump.main is not None and (frame := dump.main.user_frame) is not None:
-                return frame
-        return self.last_site()
-
     def last_site(self) -> Frame | None:
         if self.innermost is not None and self.innermost.file:
             return frame_of(self.innermost, self.cwd)
