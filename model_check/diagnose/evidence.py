@@ -157,20 +157,13 @@ class RankEvidence:
         return self.happened(UncaughtException)
 
     @cached_property
-    def announced_exit(self) -> Exit | None:
-        """How it said that it leaves, the last time."""
-        return next(iter(reversed(self.happened(Exit))), None)
+    def announced_exit(self) -> Exit:
+        """How it said that it leaves, the last time; an empty event where it said nothing."""
+        return [Exit(), *self.happened(Exit)][-1]
 
     def rank_stacks(self) -> list[ProcessStacks]:
         """Rounds of this rank's own process that could be taken, oldest first."""
         return [s for s in self.stacks if s.process == "rank" and s.threads]
-
-    def user_frame_now(self) -> Frame | None:
-        """The user's line on the main thread's newest stack, else the newest breadcrumb that has one."""
-        for dump in reversed(self.rank_stacks()):
-            if dump.main is not None and (frame := dump.main.user_frame) is not None:
-                return frame
-        return self.last_site()
 
     def last_site(self) -> Frame | None:
         if self.innermost is not None and self.innermost.file:
