@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,23 +36,13 @@ def measure_training(
     The arguments may name files and folders from where we are: so does the run, which writes elsewhere. `keeps_cache`:
     they name the folder of the tokenized data too.
     """
-    with (
-        scratch_folder() as folder,
-        finished_job(
-            settings.train,
-            [*arguments, *_writing_to(folder, keeps_cache), "--max-steps", str(steps)],
-            folder,
-            limit_s=limit_s,
-            environ=settings.environ,
-            cwd=Path.cwd(),
-        ) as job,
-    ):
-        if job.problem:
-            raise LaunchError(
-                f"the measured run failed: {job.problem}", remedy="model-check train shows the whole story"
-            )
-        records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
-    return summarised(records)
+    with scratch_folder() as folder:
+        words = [*arguments, *_writing_to(folder, keeps_cache), "--max-steps", str(steps)]
+        with finished_job(settings.train, words, settings, limit_s=limit_s, cwd=Path.cwd()) as job:
+            if job.problem:
+                remedy = "model-check train shows the whole story"
+                raise LaunchError(f"the measured run failed: {job.problem}", remedy=remedy)
+            return summarised(job.metrics)
 
 
 def _writing_to(folder: Path, keeps_cache: bool) -> list[str]:
