@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from model_check import api
+from model_check.cli.options import AsJson
 from model_check.record import RunDir, Verdict, read_jsonl
 from model_check.record.ring import read_header
 from model_check.record.start_marks import start_table
@@ -27,7 +28,7 @@ def diagnose(
         Path | None,
         typer.Option("--source", help="Where the script's files are, if paths in the evidence are relative."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Recompute the verdict of a run from its directory and print it.
 

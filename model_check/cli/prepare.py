@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from model_check.cli.flags import configured
+from model_check.cli.options import ConfigFiles, Debug, Overrides, Preset
 from model_check.config import Config
 from model_check.data import PreparedData
 from model_check.data import prepare as prepare_data
@@ -56,10 +56,10 @@ def prepare_with_progress(config: Config, *, verify: bool = False) -> PreparedDa
 
 
 def prepare(
-    preset: Annotated[str | None, typer.Option(help="debug, production, full, stable, 14b or 32b.")] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="A JSON or YAML file; repeatable, later ones win.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="One value: --set data.dataset=c4.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="The same as --preset debug.")] = False,
+    preset: Preset = None,
+    config: ConfigFiles = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
     check: Annotated[bool, typer.Option("--verify", help="Read the whole cache and check every block.")] = False,
 ) -> None:
     """Tokenize and cache the data of a configuration; a second call finds it done.

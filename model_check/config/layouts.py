@@ -177,15 +177,8 @@ def _state_problems(config: Config) -> Iterator[Problem]:
 def _cuts(config: Config) -> list[str]:
     """The settings that leave a rank with a part of each parameter only."""
     parallel = config.parallel
-    cuts = [
-        f"parallel.{name}={size}"
-        for name, size in (
-            ("tensor", parallel.tensor),
-            ("pipeline", parallel.pipeline),
-            ("context", parallel.context),
-        )
-        if size > 1
-    ]
+    sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")}
+    cuts = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
     if parallel.strategy in ("fsdp", "hsdp"):
         cuts.insert(0, f"parallel.strategy={parallel.strategy}")
     elif config.fsdp.cpu_offload:
