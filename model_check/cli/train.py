@@ -278,15 +278,14 @@ def _train_in(directory: RunDir, fitted: Fitted, launch: Launch) -> int:
         from model_check.engine.rank import TrainOrder, train_rank
         from model_check.launch.console import ConsoleOptions
         from model_check.launch.job import launch_job
-        from model_check.launch.messages import Voice
         from model_check.launch.placement import Hosts
         from model_check.supervise.hooks import Graces
         from model_check.supervise.supervisor import Limits
 
     config, world_size = fitted.config, launch.ranks * launch.nnodes
     _write_identity(directory, fitted)
-    with _verdict_before_the_ranks(directory, world_size):
-        check_data(config, world_size, prepare_with_progress(config))
+    with _verdict_before_the_ranks(directory, world_size), _speaking() as say:
+        check_data(config, world_size, prepare_with_progress(config, say=say))
     limits = Limits(kill_after_s=config.launch.hang_kill_after_s, io_kill_after_s=config.launch.io_kill_after_s)
     supervisor = supervisor_for(directory, limits)
     with _mistakes_in_the_verdict(directory, phase="start"):
@@ -312,11 +311,22 @@ def _train_in(directory: RunDir, fitted: Fitted, launch: Launch) -> int:
         supervisor.note_stop("interrupted", result.message)
     show_findings(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor)
     floor = entropy_floor(data_spec(config)) if config.data.dataset == "synthetic" else None
-    voice = Voice(lambda: sys.stdout)
-    for line in summary_lines(directory, result.log_dir, outcome=result.outcome, entropy_floor=floor):
-        voice.say(line)
-    voice.close()
+    with _speaking() as say:
+        for line in summary_lines(directory, result.log_dir, outcome=result.outcome, entropy_floor=floor):
+            say(line)
     return result.exit_code
+
+
+@contextlib.contextmanager
+def _speaking() -> Iterator[Callable[[str], None]]:
+    """For lines on standard output that a reader who left or stalls must not turn into the end of the run."""
+    from model_check.launch.messages import Voice
+
+    voice = Voice(lambda: sys.stdout)
+    try:
+        yield voice.say
+    finally:
+        voice.close()  # its thread too: from here on the launcher may fork
 
 
 @contextlib.contextmanager
