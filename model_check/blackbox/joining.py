@@ -24,6 +24,7 @@ from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.groups import GROUPS
 from model_check.blackbox.service import Service
 from model_check.blackbox.spans import spanned
+from model_check.record.events.process import Joining
 from model_check.record.process_identity import is_near, live_pid
 from model_check.record.ring import MEMBERS_ONLY, read_header, read_ring
 
@@ -158,7 +159,7 @@ def _before_joining(rank: int | None, world_size: int | None, store: str) -> int
     if recorder is None:
         return 0
     NOTES.moved_on()
-    BOX.event("joining", world_size=world_size)
+    BOX.event(Joining(world_size=world_size))
     span = BOX.begin(recorder, _JOINING, "init_process_group")
     _start_service()
     return span

@@ -168,7 +168,7 @@ def _run_script(
             stop_grace_s=stop_grace_s,
         )
         if result.outcome == "interrupted":
-            supervisor.note_stop(f"interrupted: {result.message}")
+            supervisor.note_stop("interrupted", f"interrupted: {result.message}")
         return _show_end(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor, directory)
 
 
@@ -209,7 +209,7 @@ def _run_command(
         outcome: Outcome = "completed" if result.exit_code == 0 else "failed"
         if result.interrupted:
             outcome = "interrupted"
-            supervisor.note_stop("interrupted by a signal")
+            supervisor.note_stop("interrupted", "interrupted by a signal")
         return _show_end(supervisor.finish(outcome, None, result.exit_code), supervisor, directory)
 
 

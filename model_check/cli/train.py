@@ -321,7 +321,7 @@ def _train_in(
             ),
         )
     if result.outcome == "interrupted":
-        supervisor.note_stop(result.message)
+        supervisor.note_stop("interrupted", result.message)
     show_findings(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor)
     floor = entropy_floor(data_spec(config)) if config.data.dataset == "synthetic" else None
     for line in summary_lines(directory, result.log_dir, outcome=result.outcome, entropy_floor=floor):

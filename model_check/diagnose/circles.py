@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
@@ -28,15 +29,15 @@ def cycle_finding(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait
     proven = all(waits[rank].firm for rank in cycle)
     stuck = sorted(stuck_ranks(waits, firm=proven))
     left = departures(evidence, stuck)
-    blamed, why = _to_blame(cycle, {rank: waits[rank] for rank in stuck}) if not left else ([], "")
-    guilty = [departure.rank for departure in left] or blamed or cycle
+    blame = _to_blame(cycle, {rank: waits[rank] for rank in stuck}) if not left else _Blame("left_its_order")
+    guilty = [departure.rank for departure in left] or blame.ranks or cycle
     first = min(guilty)
     title = f"{ranks_text(cycle)} wait for each other in a circle"
     if left:
         title += f", since {ranks_text(guilty)} left {'its' if len(left) == 1 else 'their'} usual order"
         lines += [f"inferred: rank {d.rank} left the order of its own earlier calls: {d.text}" for d in left]
     else:
-        lines.append(why or "inferred: nothing says which of them is wrong, so all of them are named")
+        lines.append(f"inferred: {blame.why}")
     return make_finding(
         "MC218",
         title,
@@ -51,10 +52,18 @@ def cycle_finding(evidence: Evidence, cycle: list[int], waits: Mapping[int, Wait
         fix=(_BACK_IN_ORDER, *CATALOGUE["MC218"].fix) if left else (),
         began=max(waits[rank].since for rank in cycle),
         now=evidence.now,
+        cause=blame.cause,
+        facts={"waits_in": {str(rank): waits[rank].what for rank in stuck}},
     )
 
 
-def _to_blame(cycle: list[int], stuck: Mapping[int, Wait]) -> tuple[list[int], str]:
+class _Blame(NamedTuple):
+    cause: str  # of the finding
+    ranks: Sequence[int] = ()
+    why: str = ""
+
+
+def _to_blame(cycle: list[int], stuck: Mapping[int, Wait]) -> _Blame:
     """If no history decides: the rank that names the wrong peer in a message, or the ranks apart from the majority."""
     if (wrong := _wrong_peer(stuck)) is not None:
         return wrong
@@ -62,22 +71,23 @@ def _to_blame(cycle: list[int], stuck: Mapping[int, Wait]) -> tuple[list[int], s
     common, most = Counter(places.values()).most_common(1)[0] if places else (None, 0)
     apart = [rank for rank in cycle if places.get(rank) != common]
     if 2 * most <= len(stuck) or len(stuck) < 3 or not apart:
-        return [], ""
+        return _Blame("undecided", why="nothing says which of them is wrong, so all of them are named")
     together = [rank for rank, place in places.items() if place == common]
-    return apart, (
-        f"inferred: {ranks_text(together)} are in one {stuck[together[0]].what}, "
+    why = (
+        f"{ranks_text(together)} are in one {stuck[together[0]].what}, "
         f"{ranks_text(apart)} {'is' if len(apart) == 1 else 'are'} not; whoever it waits for may be wrong as well"
     )
+    return _Blame("apart", apart, why)
 
 
-def _wrong_peer(waits: Mapping[int, Wait]) -> tuple[list[int], str] | None:
+def _wrong_peer(waits: Mapping[int, Wait]) -> _Blame | None:
     """The rank that exchanges a message with a rank that does not expect it, while another rank waits for it.
 
     Example: rank 1 sends to rank 2, rank 2 receives from rank 3, and rank 3 sends it nothing. Rank 2 is wrong.
     """
     messages = {rank: wait for rank, wait in waits.items() if wait.kind == "p2p" and wait.peer >= 0}
     found = {
-        rank: f"inferred: rank {other} waits in {theirs.what}, rank {rank} in {wait.what}, which has no message for it"
+        rank: f"rank {other} waits in {theirs.what}, rank {rank} in {wait.what}, which has no message for it"
         for rank, wait in messages.items()
         if wait.peer in waits and (wait.peer not in messages or messages[wait.peer].peer != rank)
         for other, theirs in messages.items()
@@ -85,7 +95,7 @@ def _wrong_peer(waits: Mapping[int, Wait]) -> tuple[list[int], str] | None:
     }
     if len(found) > 1:  # keep a rank only if most messages from its line name another peer
         found = {rank: why for rank, why in found.items() if _usual_peer(messages, rank) != messages[rank].peer}
-    return (list(found), next(iter(found.values()))) if len(found) == 1 else None
+    return _Blame("wrong_peer", list(found), next(iter(found.values()))) if len(found) == 1 else None
 
 
 def _usual_peer(messages: Mapping[int, Wait], rank: int) -> int:
@@ -98,12 +108,14 @@ def _usual_peer(messages: Mapping[int, Wait], rank: int) -> int:
 def all_wait_finding(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding:
     """Everybody waits, and nobody is known to hold the others up: all have arrived, or the records do not say who."""
     first = min(waits)
+    cause = "one_call"
     if len({(wait.what, wait.group, wait.seq) for wait in waits.values()}) == 1:
         title = f"every rank is inside {waits[first].what}, and the transfer does not end"
         reasons = ["inferred: the network or a device between the ranks is slow or stuck, not the script"]
         if waits[first].seq:
             reasons.insert(0, "observed: all members of the group have called it with the same signature")
     else:
+        cause = "different_calls"
         title = "the ranks wait in different calls, and none of them goes on"
         reasons = ["inferred: one of these calls waits for a rank that is in another; the records do not say which"]
     return make_finding(
@@ -118,4 +130,5 @@ def all_wait_finding(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding:
         phase="collective",
         began=max(wait.since for wait in waits.values()),
         now=evidence.now,
+        cause=cause,
     )

@@ -54,7 +54,7 @@ def _fewer_collectives(evidence: Evidence, rank: RankEvidence, victims: Sequence
     if unseen is not None:
         return unseen
     title = f"rank {rank.rank} finished with fewer collectives than its peers: it skipped one"
-    return _left(evidence, "MC206", title, rank, victims, facts)
+    return _left(evidence, "MC206", title, rank, victims, facts, cause="fewer_calls")
 
 
 def _left_at(rank: RankEvidence) -> float | None:
@@ -67,7 +67,13 @@ def _way_out(rank: RankEvidence) -> str:
 
 
 def _left(
-    evidence: Evidence, code: str, title: str, rank: RankEvidence, victims: Iterable[int], facts: list[str]
+    evidence: Evidence,
+    code: str,
+    title: str,
+    rank: RankEvidence,
+    victims: Iterable[int],
+    facts: list[str],
+    cause: str | None = None,
 ) -> Finding:
     exits = rank.happened("exit")
     asked = user_frame(exits[-1]) if exits else None
@@ -84,6 +90,7 @@ def _left(
         phase="exit",
         began=_left_at(rank),
         now=evidence.now,
+        cause=cause,
     )
 
 
@@ -145,4 +152,6 @@ def _lonely(evidence: Evidence, issue: Issue, gone: Sequence[int], facts: list[s
         phase="collective",
         began=issue.t,
         now=evidence.now,
+        cause="lonely_call",
+        facts={"op": issue.op},
     )

@@ -7,10 +7,19 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from model_check.record.events import Event
-from model_check.record.events.process import GroupJoined
+from model_check.record.events.process import (
+    GroupJoined,
+    JobOver,
+    JobStarted,
+    Stalled,
+    StallWithdrawn,
+    Stopped,
+    StopReason,
+)
+from model_check.record.flight import FlightEntry
 from model_check.record.rank_exits import RankExit
 from model_check.record.ring import FLAG_ASYNC, Crumb
 from model_check.record.stacks import Frame, ProcessStacks
@@ -46,20 +55,6 @@ class ProcSample:
     switches: int | None = None  # how often the main thread went to sleep; None where nobody counted
     rss_file: int = 0  # of the resident bytes, those of mapped files; 0 where nobody counted
     children: tuple[Mapping[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class FlightEntry:
-    """One collective of the c10d flight recorder, the same for gloo and NCCL."""
-
-    group: str
-    seq: int
-    op: str
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    in_flight: bool
-    site: str
-    function: str
 
 
 @dataclass(frozen=True)
@@ -226,24 +221,25 @@ class Evidence:
         return [event for event in self.journal if isinstance(event, kind)]
 
     @cached_property
-    def stall(self) -> Mapping[str, Any] | None:
-        """The launcher's standing claim that nothing moves, unless it was withdrawn."""
-        standing: Mapping[str, Any] | None = None
-        for record in self.supervisor:
-            if record.get("event") == "stall":
-                standing = record
-            elif record.get("event") in ("stall_withdrawn", "job_started"):
+    def stall(self) -> Stalled | None:
+        """The launcher's standing claim that nothing moves, unless it was withdrawn or the job began anew."""
+        standing: Stalled | None = None
+        for event in self.journal:
+            if isinstance(event, Stalled):
+                standing = event
+            elif isinstance(event, (StallWithdrawn, JobStarted)):
                 standing = None
         return standing
 
     @cached_property
-    def stopped_why(self) -> str:
-        stopped = self.said("stopped")
-        return str(stopped[-1].get("why", "")) if stopped else ""
+    def stopped(self) -> StopReason | None:
+        """Why the launcher ended the job; None if it did not."""
+        stops = self.said(Stopped)
+        return stops[-1].because if stops else None
 
-    @cached_property
+    @property
     def killed_as_hung(self) -> bool:
-        return self.stopped_why.lower().startswith("hang")
+        return self.stopped == "hang"
 
     @cached_property
     def median_step_s(self) -> float | None:
@@ -283,19 +279,16 @@ class Evidence:
     @cached_property
     def ended(self) -> tuple[Outcome, int] | None:
         """The outcome and exit code that the launcher wrote down when all ranks were gone."""
-        for record in reversed(self.supervisor):
-            if record.get("event") == "job_started":
-                return None
-            outcome, code = record.get("outcome"), record.get("exit_code")
-            if record.get("event") == "job_ended" and outcome in get_args(Outcome) and isinstance(code, int):
-                return outcome, code
+        newest = next((event for event in reversed(self.journal) if isinstance(event, (JobStarted, JobOver))), None)
+        if isinstance(newest, JobOver) and newest.outcome is not None and newest.exit_code is not None:
+            return newest.outcome, newest.exit_code
         return None
 
     @property
     def quiet_after_s(self) -> float:
         """How long a rank may go without a record: the launcher's threshold, if any, else one from the step times."""
-        said = self.stall.get("threshold_s") if self.stall is not None else None
-        return float(said) if isinstance(said, (int, float)) else self.stall_threshold_s
+        said = self.stall.threshold_s if self.stall is not None else 0.0
+        return said or self.stall_threshold_s
 
     def is_quiet(self, rank: int) -> bool:
         since = self.of(rank).last_progress_t
@@ -316,7 +309,7 @@ class Evidence:
         """
         if self.stall is not None:
             return not self.live or any(self.is_quiet(rank) for rank in self.all_ranks if self.stands(rank))
-        watched = bool(self.said("job_started"))
+        watched = bool(self.said(JobStarted))
         if self.live and watched:
             return False
         look_t = (

@@ -39,7 +39,6 @@ from model_check.record.verdict import DetectionTimes, Outcome
 
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 _CERTAINTY = {"proven": 0, "observed": 1, "suspected": 2}
-_INTERRUPTING = ("interrupt", "sigint", "sigterm", "terminated", "request")
 
 
 def examine(run_dir: RunDir, *, live: bool, now: float | None = None) -> Verdict:
@@ -166,13 +165,12 @@ def _outcome(evidence: Evidence, findings: list[Finding]) -> tuple[Outcome, int 
         # The launcher's last word; the guilty rank's own code goes before the one it made of all of them.
         outcome, made = evidence.ended
         return outcome, own if outcome == "failed" and own is not None else made
-    why = evidence.stopped_why.lower()
-    if any(word in why for word in _INTERRUPTING) and not why.startswith(("hang", "proven")):
+    if evidence.stopped == "interrupted":
         return "interrupted", EXIT_STOPPED_AND_SAVED if any(e.code == EXIT_STOPPED_AND_SAVED for e in exits) else None
     failures = sorted(find_failures(evidence), key=lambda f: (f.victim, f.began))
     if (code := _own_code(evidence, [*guilty, *(f.rank.rank for f in failures)])) is not None:
         return "failed", code
-    if why.startswith(("hang", "proven")) or any(
+    if evidence.stopped is not None or any(
         f.severity == "error" and f.certainty == "proven" and f.code[:3] == "MC2" for f in findings
     ):
         return "failed", EXIT_CODE_OF_A_HANG

@@ -17,6 +17,7 @@ from model_check.record.error_texts import (
     frames_told,
     is_dead_worker,
 )
+from model_check.record.events.process import PortHeld
 
 # An error of our own that says its code itself.
 _NAMED = re.compile(r"\[(MC6(?:0[1-9]|10))\] ")
@@ -84,12 +85,12 @@ def classify_exception(
 
 
 def _port_title(evidence: Evidence | None) -> str:
-    holders = evidence.said("port") if evidence is not None else []
+    holders = evidence.said(PortHeld) if evidence is not None else []
     if not holders:
         return "the port {who} wants to listen on is taken"
     held = holders[-1]
-    by = f" by process {held['holder_pid']} ({held.get('holder_cmd') or '?'})" if held.get("holder_pid") else ""
-    return f"port {held.get('port')}, which {{who}} needs, is taken{by}"
+    by = f" by process {held.holder_pid} ({held.holder_cmd or '?'})" if held.holder_pid else ""
+    return f"port {held.port}, which {{who}} needs, is taken{by}"
 
 
 def _short(text: str) -> str:

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
-from model_check.diagnose.evidence import P2P_OPS, Evidence, FlightEntry
+from model_check.diagnose.evidence import P2P_OPS, Evidence
 from model_check.diagnose.source import statement
+from model_check.record.flight import FlightEntry
 from model_check.record.ring import Crumb
 from model_check.record.stacks import Frame
 
@@ -166,10 +167,11 @@ def flight_tables(evidence: Evidence) -> list[GroupTable]:
     returned: dict[str, dict[int, set[int]]] = {}
     for rank in evidence.ranks.values():
         for entry in rank.flight:
-            groups.setdefault(entry.group, {}).setdefault(rank.rank, {})[entry.seq] = _from_flight(rank.rank, entry)
+            issue = _from_flight(rank.rank, entry)
+            groups.setdefault(entry.group, {}).setdefault(rank.rank, {})[issue.seq] = issue
             back = returned.setdefault(entry.group, {}).setdefault(rank.rank, set())
             if not entry.in_flight:
-                back.add(entry.seq)
+                back.add(issue.seq)
     return [
         GroupTable(f"process group {name}", tuple(sorted(issues)), issues, returned[name], frozenset())
         for name, issues in groups.items()
@@ -178,16 +180,15 @@ def flight_tables(evidence: Evidence) -> list[GroupTable]:
 
 
 def _from_flight(rank: int, entry: FlightEntry) -> Issue:
-    file, _, line = entry.site.rpartition(":")
     return Issue(
         rank=rank,
         group=entry.group,
-        seq=entry.seq,
+        seq=entry.collective_seq_id,
         # NCCL makes a barrier of an all_reduce, and its recorder shows that.
         op="all_reduce" if entry.op == "barrier" else entry.op,
         dtype=entry.dtypes[0] if entry.dtypes else "none",
-        shape=entry.shapes[0] if len(entry.shapes) == 1 else (),
+        shape=entry.input_sizes[0] if len(entry.input_sizes) == 1 else (),
         bytes=0,
-        frame=Frame(file, int(line), entry.function) if line.isdigit() else None,
+        frame=entry.user_frame,
         native=True,
     )

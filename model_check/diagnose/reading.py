@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence
-from model_check.diagnose.flight import read_flight
 from model_check.diagnose.following import FollowedRing
 from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
 from model_check.record.events import Event, read_event
+from model_check.record.events.process import JobStarted
 from model_check.record.files import open_regular, read_tail
+from model_check.record.flight import read_flight
 from model_check.record.rank_exits import RANK_EXITED, RankExit
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
 from model_check.record.values import objects, seconds, whole
@@ -230,11 +231,11 @@ class Reader:
         }
         environment = self._cached(self.run_dir.environment, _read_object)
         evidence = Evidence(
-            world_size=_world_size(supervisor, ranks),
+            world_size=_world_size(self._supervisor.events, ranks),
             ranks=ranks,
             supervisor=tuple(supervisor),
             journal=tuple(self._supervisor.events),
-            now=now if now is not None else time.monotonic() if live else _last_time(supervisor, ranks),
+            now=now if now is not None else time.monotonic() if live else _last_time(self._supervisor.events, ranks),
             live=live,
             cores=_cores(environment) or (usable_cores() if live else None),
             host_memory=_host_memory(environment),
@@ -381,16 +382,16 @@ def _announced_exit(
     return None
 
 
-def _world_size(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidence]) -> int:
-    said = [int(r["nproc"]) for r in supervisor if r.get("event") == "job_started" and is_rank(r.get("nproc"))]
+def _world_size(journal: Iterable[Event], ranks: Mapping[int, RankEvidence]) -> int:
+    said = [event.nproc for event in journal if isinstance(event, JobStarted) and is_rank(event.nproc)]
     headers = [int(r.header["world_size"]) for r in ranks.values() if is_rank(r.header.get("world_size"))]
     return max([*said, *headers, *(n + 1 for n in ranks)], default=0)
 
 
-def _last_time(supervisor: list[dict[str, Any]], ranks: Mapping[int, RankEvidence]) -> float:
-    times = [seconds(r) for r in supervisor]
+def _last_time(journal: Iterable[Event], ranks: Mapping[int, RankEvidence]) -> float:
+    times = [event.t for event in journal]
     times += [r.last_progress_t for r in ranks.values() if r.last_progress_t is not None]
-    times += [seconds(e) for r in ranks.values() for e in r.events]
+    times += [event.t for r in ranks.values() for event in r.told]
     return max(times, default=0.0)
 
 

@@ -26,6 +26,7 @@ from model_check.launch.injection import forget_outer_job
 from model_check.launch.reaper import Guard, JobMark
 from model_check.launch.signals import KEYS, Requests
 from model_check.record import RunDir
+from model_check.record.events.process import JobStarted
 from model_check.record.process_identity import is_near, live_pid
 from model_check.record.rank_exits import CLEAN_CODES, RankExit
 from model_check.record.redaction import redact_argv
@@ -70,11 +71,12 @@ def run_command(
                 f"{argv[0]} cannot be started: {error.strerror}", remedy="check the command after --"
             ) from error
         supervisor.journal.write(
-            "job_started",
-            command=redact_argv(argv, os.environ),
-            launcher_pid=os.getpid(),
-            host=socket.gethostname(),
-            command_pid=process.pid,
+            JobStarted(
+                command=tuple(redact_argv(argv, os.environ)),
+                launcher_pid=os.getpid(),
+                host=socket.gethostname(),
+                command_pid=process.pid,
+            )
         )
         return _CommandJob(process, guard.pid, mark, run_dir, supervisor, stop_grace_s).run()
 

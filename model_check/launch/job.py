@@ -25,6 +25,7 @@ from model_check.launch.programs import ColdFunction, Command, Entry, Program, W
 from model_check.launch.signals import StopBeforeStart, StopRequest
 from model_check.launch.warmstart import DEFAULT_PRELOAD, preload, why_not_warm
 from model_check.record import RunDir
+from model_check.record.events.process import JobOver, JobStarted
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import EXIT_STOPPED_AND_SAVED, RankExit, describe
 from model_check.supervise.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome
@@ -100,7 +101,7 @@ def launch_job(
             gate.lines if gate is not None else None,
             StopRequest(as_received=isinstance(entry, Command)),
         )
-        journal.write("job_ended", outcome=result.outcome, exit_code=result.exit_code)
+        journal.write(JobOver(outcome=result.outcome, exit_code=result.exit_code))
     return result
 
 
@@ -191,11 +192,12 @@ def _supervise(
         entrypoint="model-check",
     )
     journal.write(
-        "job_started",
-        nproc=placement.nproc,
-        hosts=placement.hosts.count,
-        launcher_pid=os.getpid(),
-        host=socket.gethostname(),
+        JobStarted(
+            nproc=placement.nproc,
+            hosts=placement.hosts.count,
+            launcher_pid=os.getpid(),
+            host=socket.gethostname(),
+        )
     )
     agent = RankAgent(
         spec,

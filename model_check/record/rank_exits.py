@@ -94,6 +94,12 @@ class FailedRank:
     began: float  # when its trouble began
 
 
+def exits_recorded(run_dir: RunDir) -> list[RankExit]:
+    """The exits in the launcher's journal, oldest first."""
+    records = read_jsonl(run_dir.supervisor_events).records
+    return [RankExit.from_json(record) for record in records if record.get("event") == RANK_EXITED]
+
+
 def read_error(run_dir: RunDir, exit: RankExit, error_file: Path | None = None) -> dict[str, Any] | None:
     """The first exception this rank recorded in this attempt, or what torch's @record left in its error file."""
     for record in read_jsonl(run_dir.events(exit.rank)).records:

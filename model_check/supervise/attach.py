@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from model_check.record import RunDir
+from model_check.record.events.process import Attached, Picture
 from model_check.record.journal import Journal
 from model_check.record.stacks import Frame, ProcessStacks
 from model_check.supervise import processes, stacks
@@ -152,14 +153,14 @@ def _write_round(run_dir: RunDir, number: int, looks: dict[int, _Look]) -> None:
             replace(worker, rank=rank, process="loader_worker").write(run_dir, str(number))
     journal = Journal(run_dir)
     if number == 1:
-        journal.write("attached", nproc=len(looks))
+        journal.write(Attached(nproc=len(looks)))
     journal.write("sample", ranks={str(r): look.sample.to_json() for r, look in looks.items() if look.sample})
     journal.close()
 
 
 def _write_picture(run_dir: RunDir, picture: JobPicture) -> None:
     journal = Journal(run_dir)
-    journal.write("picture", lines=describe(picture).splitlines())
+    journal.write(Picture(lines=tuple(describe(picture).splitlines())))
     journal.close()
 
 

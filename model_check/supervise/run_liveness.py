@@ -10,9 +10,10 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
 
-from model_check.record import RunDir, read_jsonl
+from model_check.record import RunDir
+from model_check.record.events import Event, read_events
+from model_check.record.events.process import JobOver, JobStarted
 from model_check.supervise import processes
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -30,26 +31,23 @@ class Watch:
 
 def watch_of(run_dir: RunDir) -> Watch | None:
     """None where no launcher of ours has signed: nothing was started, or the directory is `attach`'s."""
-    records = read_jsonl(run_dir.supervisor_events).records
-    signed = next((record for record in reversed(records) if record.get("event") == "job_started"), None)
+    events = read_events(run_dir.supervisor_events)
+    signed = next((event for event in reversed(events) if isinstance(event, JobStarted)), None)
     if signed is None:
         return None
-    last = records[-1]
-    host = str(signed.get("host") or "")
-    elsewhere = host if host not in ("", socket.gethostname()) else ""
-    alive = not elsewhere and last.get("event") != "job_ended" and _signed_by_a_living(signed)
-    return Watch(alive, _number(last.get("time")), elsewhere)
+    last = events[-1]
+    elsewhere = signed.host if signed.host not in ("", socket.gethostname()) else ""
+    alive = not elsewhere and not isinstance(last, JobOver) and _signed_by_a_living(signed)
+    return Watch(alive, _time(last), elsewhere)
 
 
-def _signed_by_a_living(signed: dict[str, Any]) -> bool:
-    pid = signed.get("launcher_pid")
-    at, day = _number(signed.get("t")), _number(signed.get("time"))
-    if not isinstance(pid, int) or abs((day - at) - (time.time() - time.monotonic())) > _SAME_BOOT_S:
+def _signed_by_a_living(signed: JobStarted) -> bool:
+    if not signed.launcher_pid or abs((_time(signed) - signed.t) - (time.time() - time.monotonic())) > _SAME_BOOT_S:
         return False
-    stat = processes.read_stat(pid)
-    return stat is not None and stat.alive and stat.start_ticks / _TICKS <= at + 1.0
+    stat = processes.read_stat(signed.launcher_pid)
+    return stat is not None and stat.alive and stat.start_ticks / _TICKS <= signed.t + 1.0
 
 
-def _number(value: object) -> float:
-    """A time in seconds from a file that anybody may have written; 0 where it is none."""
-    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1 << 36 else 0.0
+def _time(event: Event) -> float:
+    """The wall-clock time of an event from a file that anybody may have written; 0 where it makes no sense."""
+    return event.time if event.time is not None and 0 <= event.time < 1 << 36 else 0.0

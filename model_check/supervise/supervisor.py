@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from model_check.record import Finding, RunDir, Verdict
+from model_check.record.events.process import Stalled, StallWithdrawn, Stopped, StopReason
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import DetectionTimes, Outcome, VerdictFile
 from model_check.supervise import processes, waiting
-from model_check.supervise.announcements import Announcements
+from model_check.supervise.announcements import Announcements, CalmLine, calm_line
 from model_check.supervise.collect import FlightRequest, Gatherer
 from model_check.supervise.hooks import EndJob, Hooks, JobView
 from model_check.supervise.process_exits import exit_code_recorded
@@ -222,9 +223,9 @@ class Supervisor:
         self.journal.close()
         return self.verdict
 
-    def note_stop(self, why: str) -> None:
-        """Records why the job is being ended, for the rules."""
-        self.journal.write("stopped", why=why)
+    def note_stop(self, reason: StopReason, why: str) -> None:
+        """Records why the job is being ended, for the rules; `why` is the sentence for people."""
+        self.journal.write(Stopped(reason=reason, why=why))
 
     @property
     def stalled(self) -> bool:
@@ -319,15 +320,16 @@ class Supervisor:
             return False
         since = min(rank.pulse.last_at for rank in quiet)
         doing = [where[rank.rank] for rank in working if rank.rank in where and rank.rank not in waits]
-        self._say_calmly(waiting.work_line(doing, len(waits)), now - since, now)
+        line = waiting.work_line(doing, len(waits))
+        self._say_calmly(CalmLine(line, line), now - since, now)
         return True
 
-    def _say_calmly(self, line: str, waited_s: float, now: float) -> None:
+    def _say_calmly(self, line: CalmLine, waited_s: float, now: float) -> None:
         """Prints one line while ranks wait and nothing is wrong, and another every half minute."""
         if now < self._calm_line_due or (not self._calm_line_due and not self.announcements.is_news(line, waited_s)):
             return
         self._calm_line_due = now + self._limits.say_every_s
-        self.say(line)
+        self.say(line.text)
 
     def _look(self, stall: Stall, now: float) -> None:
         """Takes bursts of stacks of ranks that do not wait: only several looks tell progress from an endless loop."""
@@ -344,12 +346,10 @@ class Supervisor:
         seen = {rank: pid for rank, pid in seen.items() if not processes.is_stopped(pid)}
         self._gather.look(seen, with_children={activity.rank for activity in working if activity.phase == "data"})
 
-    def _calm_line(self) -> str | None:
+    def _calm_line(self) -> CalmLine | None:
         """What the ranks wait for, if the verdict on the stall is that nothing is wrong."""
         told = [finding for finding in self.verdict.findings if finding.code.startswith("MC2")]
-        if not told or any(finding.severity != "info" for finding in told):
-            return None
-        return waiting.calm_line(told[0].title, len(told[0].victims))
+        return calm_line(told[0]) if told and all(finding.severity == "info" for finding in told) else None
 
     def _suspicious(self, quiet: list[Rank], now: float) -> bool:
         """Before the first step long silence is normal (imports, compilation), unless peers already wait."""
@@ -365,7 +365,7 @@ class Supervisor:
         stall.examined = True
         self._take_sample(now)
         self._gather.stacks(self._pids())
-        self.journal.write("stall", since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since)
+        self.journal.write(Stalled(since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since))
         self._examine_now(time.monotonic())
 
     def _withdraw(self, stall: Stall, now: float) -> None:
@@ -373,7 +373,7 @@ class Supervisor:
         self._in_io_since = None
         if not stall.examined or self._crashed:
             return
-        self.journal.write("stall_withdrawn", after_s=now - stall.since)
+        self.journal.write(StallWithdrawn(after_s=now - stall.since))
         self._detection_times = DetectionTimes()
         if self.announcements.withdraw(now - stall.since):
             self.say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
@@ -487,7 +487,7 @@ class Supervisor:
         self._proven_at = None
         why = self._out_of_patience(now) if self._stall is not None else None
         if why is not None:
-            self.note_stop(why)
+            self.note_stop("hang", why)
             self._take_sample(now)
             self._gather.stacks(self._pids())
             self._examine_now(now)
@@ -516,7 +516,7 @@ class Supervisor:
             if now - self._proven_at < patience:
                 return None
         why = f"{finding.code}: {finding.title}"
-        self.note_stop(f"proven: {why}")
+        self.note_stop("proven", f"proven: {why}")
         self._ended = True
         return EndJob(why, EXIT_CODE_OF_A_HANG)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
-from model_check.record import RunDir, read_jsonl
+from model_check.record import RunDir
 from model_check.record.journal import Journal
 from model_check.record.process_identity import is_near, live_pid
+from model_check.record.rank_exits import RankExit, exits_recorded
 from model_check.record.ring import read_header
 from model_check.supervise.collect import FlightRequest, Gatherer
 from model_check.supervise.process_exits import exit_code_recorded
@@ -67,19 +68,15 @@ def _take_evidence(
 
 
 def _is_quiet(run_dir: RunDir, rank: int) -> bool:
-    pulse = Pulse(run_dir.ring(rank), started_at=0.0)
-    try:
+    with closing(Pulse(run_dir.ring(rank), started_at=0.0)) as pulse:
         return pulse.beat() and time.monotonic() - pulse.last_at > _QUIET_S
-    finally:
-        pulse.close()
 
 
 def _write_exits(run_dir: RunDir, journal: Journal, ended: Mapping[int, Mapping[str, Any]]) -> None:
     """Records the exit of ranks whose process is gone, with the exit code that they announced, if any."""
-    records = read_jsonl(run_dir.supervisor_events).records
-    known = {(r.get("rank"), r.get("pid")) for r in records if r.get("event") == "rank_exited"}
+    known = {(exit.rank, exit.pid) for exit in exits_recorded(run_dir)}
     for rank, who in ended.items():
         pid = who.get("pid")
         if is_near(who) and isinstance(pid, int) and (rank, pid) not in known:
             code = exit_code_recorded(run_dir, rank, pid)
-            journal.write("rank_exited", rank=rank, pid=pid, code=code, signal=None)
+            RankExit(rank, pid, code, None, time.monotonic()).write(journal)

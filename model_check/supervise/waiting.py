@@ -141,10 +141,10 @@ def work_line(working: Sequence[Activity], waiting: int) -> str:
     first = min(working, key=lambda activity: activity.rank)
     does = "evaluates" if first.forwards_only else _DOES.get(first.phase, "is at work")
     others = f" (and {len(working) - 1} more)" if len(working) > 1 else ""
-    return calm_line(f"rank {first.rank}{others} {does}", waiting)
+    return waits_for_it(f"rank {first.rank}{others} {does}", waiting)
 
 
-def calm_line(doing: str, waiting: int) -> str:
+def waits_for_it(doing: str, waiting: int) -> str:
     return f"{doing}; {waiting} rank{'s wait' if waiting > 1 else ' waits'} for it" if waiting else doing
 
 

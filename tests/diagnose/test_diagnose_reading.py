@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from staging import T0
 
 from model_check.diagnose import Examiner, examine, load
-from model_check.diagnose.flight import op_name, read_flight
 from model_check.diagnose.reading import JsonlTail, Reader, read_fault_text
 from model_check.record import JsonlWriter, RunDir
+from model_check.record.flight import op_name, read_flight
 from model_check.record.stacks import Frame, innermost_user, read_stacks
 from model_check.record.user_code import is_user_file
 
@@ -202,8 +202,9 @@ def test_the_flight_recorder_of_gloo(tmp_path):
     path = tmp_path / "rank-00000.1.json"
     path.write_text(json.dumps(FLIGHT))
     first, second = read_flight(path)
-    assert (first.op, first.in_flight, first.site, first.shapes) == ("all_reduce", False, "train.py:40", ((8,),))
-    assert (second.op, second.in_flight, second.site, second.seq) == ("broadcast", True, "train.py:41", 2)
+    assert (first.op, first.in_flight, first.input_sizes) == ("all_reduce", False, ((8,),))
+    assert (second.op, second.in_flight, second.collective_seq_id) == ("broadcast", True, 2)
+    assert [entry.user_frame and entry.user_frame.site for entry in (first, second)] == ["train.py:40", "train.py:41"]
 
 
 @pytest.mark.parametrize(

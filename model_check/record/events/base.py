@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+from model_check.record.files import read_jsonl
 from model_check.record.typed import from_json, to_json
 
 _STAMPS = ("t", "time", "pid")
@@ -50,3 +52,8 @@ def read_event(record: Mapping[str, Any]) -> Event:
     name = str(record.get("event", ""))
     known = KINDS.get(name)
     return from_json(known, record) if known is not None else from_json(UnknownEvent, {**record, "name": name})
+
+
+def read_events(path: Path) -> list[Event]:
+    """All events of a file, oldest first; none where there is no file."""
+    return [read_event(record) for record in read_jsonl(path).records]
