@@ -7,6 +7,7 @@ its own if it turns out to be a rank.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -14,6 +15,8 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 from model_check.blackbox.frames import UserCode
@@ -198,6 +201,27 @@ class BlackBox:
 BOX = BlackBox()
 
 
+@dataclass
+class StepFollower:
+    """The hook through which the black box tells another package of every step, without importing that package.
+
+    The module with this name is imported only at the first step, because it needs torch fully imported.
+    """
+
+    module: str = ""
+
+    def load(self) -> ModuleType | None:
+        return importlib.import_module(self.module) if self.module else None
+
+    @property
+    def loaded(self) -> ModuleType | None:
+        """None before the first step, and if no module follows."""
+        return sys.modules.get(self.module)
+
+
+FOLLOWER = StepFollower()
+
+
 def whole_number(environ: Mapping[str, str], *names: str) -> int | None:
     """The first of these variables that is a whole number."""
     for name in names:
@@ -221,6 +245,7 @@ def rank_from_environment(environ: Mapping[str, str]) -> int | None:
 __all__ = [
     "BOX",
     "DTYPE",
+    "FOLLOWER",
     "GUARD_VARIABLE",
     "OP",
     "PHASE",

@@ -20,11 +20,10 @@ from typing import Any, NoReturn
 
 from model_check.blackbox import resident_memory
 from model_check.blackbox.backend_shutdown import let_backends_finish
-from model_check.blackbox.box import BOX
+from model_check.blackbox.box import BOX, FOLLOWER
 from model_check.blackbox.exceptions import NOTES, hide_our_frames, shown, summarize
 from model_check.blackbox.relayed_errors import words
 from model_check.blackbox.spans import is_wrapped
-from model_check.blackbox.step_follower import FOLLOWER
 
 _LEFT_S = 0.4
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from model_check.blackbox import batch_samples, current_phase, resident_memory
-from model_check.blackbox.box import BOX, SpanKind
+from model_check.blackbox.box import BOX, FOLLOWER, SpanKind
 from model_check.blackbox.current_phase import (
     BEYOND_THEM_EVERY_S,
     FORWARDS_PER_STEP,
@@ -22,7 +22,6 @@ from model_check.blackbox.current_phase import (
 )
 from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.spans import Original, spanned
-from model_check.blackbox.step_follower import FOLLOWER
 from model_check.errors import NumericsError
 
 _FORWARD = SpanKind("forward")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence
-from model_check.diagnose.following import FollowedRing
+from model_check.diagnose.issues import FollowedRing
 from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores

@@ -31,8 +31,7 @@ from model_check.supervise.announcements import Announcements, CalmLine, calm_li
 from model_check.supervise.collect import FlightRequest, Gatherer
 from model_check.supervise.hooks import EndJob, Hooks, JobView
 from model_check.supervise.process_exits import exit_code_recorded
-from model_check.supervise.pulse import Pulse
-from model_check.supervise.watched_rank import Rank, Stall
+from model_check.supervise.watched_rank import Pulse, Rank, Stall
 
 Examine = Callable[[RunDir, bool], Verdict]
 _CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself

@@ -19,7 +19,7 @@ from model_check.record.rank_exits import RankExit, exits_recorded
 from model_check.record.ring import read_header
 from model_check.supervise.collect import FlightRequest, Gatherer
 from model_check.supervise.process_exits import exit_code_recorded
-from model_check.supervise.pulse import Pulse
+from model_check.supervise.watched_rank import Pulse
 
 _RING = re.compile(r"rank-(\d+)\.ring")
 _QUIET_S = 5.0  # as long as the supervisor's shortest threshold
