@@ -125,25 +125,25 @@ FLAG_NATIVE = 2  # started by C++ (DDP's reducer, FSDP), seen through the proces
 class Crumb(NamedTuple):
     """One record of the ring, with its strings resolved. A tuple, because a full ring holds thousands of them."""
 
-    seq: int
-    time_ns: int
-    event: str
+    seq: int  # counts all records of this process, from 1
+    time_ns: int  # CLOCK_MONOTONIC
+    event: str  # begin, end or point
     phase: str
-    op: str
+    op: str  # of a collective or a message
     dtype: str
     step: int  # optimizer steps completed so far
     collective_seq: int  # per group; for point-to-point per (group, operation, peer)
-    group: str
-    flags: int
+    group: str  # as the `group` event names it
+    flags: int  # 1: asynchronous; 2: started by C++
     bytes: int
-    shape: tuple[int, ...]
-    file: str
+    shape: tuple[int, ...]  # at most four dimensions
+    file: str  # the user's innermost line
     line: int
     function: str
     detail: str
     span: int  # for an END: the sequence number of its BEGIN
     thread: int  # native id; the main thread's is the process id
-    peer: int
+    peer: int  # the root of a collective, or the other side of a message, as a global rank; -1: none, or any
 
     @property
     def site(self) -> str:
