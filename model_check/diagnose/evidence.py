@@ -22,6 +22,7 @@ from model_check.record.events.process import (
 from model_check.record.flight import FlightEntry
 from model_check.record.rank_exits import RankExit
 from model_check.record.ring import FLAG_ASYNC, Crumb
+from model_check.record.ring import WAIT_PHASES as WAIT_PHASES
 from model_check.record.stacks import Frame, ProcessStacks
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import Outcome
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=Event)
 _CLOCK_SLACK_S = 0.05
-WAIT_PHASES = frozenset({"collective", "barrier", "p2p", "init", "store", "gate"})
 POLLING_PHASES = frozenset({"store", "gate"})
 NEWEST_RECORDS = 64
 P2P_OPS = frozenset({"send", "recv", "batch_p2p"})
@@ -170,13 +170,6 @@ class RankEvidence:
     def rank_stacks(self) -> list[ProcessStacks]:
         """Rounds of this rank's own process that could be taken, oldest first."""
         return [s for s in self.stacks if s.process == "rank" and s.threads]
-
-    def user_frame_now(self) -> Frame | None:
-        """The user's line on the main thread's newest stack, else the newest breadcrumb that has one."""
-        for dump in reversed(self.rank_stacks()):
-            if dump.main is not None and (frame := dump.main.user_frame) is not None:
-                return frame
-        return self.last_site()
 
     def last_site(self) -> Frame | None:
         if self.innermost is not None and self.innermost.file:

@@ -24,24 +24,12 @@ from model_check.diagnose.source import source_text
 from model_check.diagnose.stuck_rank import BUSY_SHARE, StuckRank
 from model_check.diagnose.waits import Wait, find_cycle, holders
 from model_check.record import Finding
+from model_check.record.ring import DOING
 from model_check.record.stacks import Frame
 
-_SLOW_BUT_FINE = {
-    "save": "saving a checkpoint",
-    "load": "loading a checkpoint",
-    "eval": "evaluating",
-    "compile": "compiling",
-    "model": "building the model",
-    "import": "importing",
-    "start": "starting",
-    "gate": "waiting its turn to import or compile",
-}
+_SLOW_BUT_FINE = frozenset({"save", "load", "eval", "compile", "model", "import", "start", "gate"})
+_COMPUTING = frozenset({"forward", "backward", "optimizer"})
 _MOST_THREADS = 4  # that are named
-_COMPUTING = {
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "optimizer": "in the optimizer step",
-}
 
 _LET_IT_END = (
     "tell the thread to end before the script does, or make it one that does not count: Thread(…, daemon=True)",
@@ -386,15 +374,13 @@ def _at_work(s: StuckRank) -> Explanation | None:
     if not sign:
         return None
     inside = f"at work in {s.frame.function}" if s.frame is not None and s.frame.function else "at work"
-    doing = _SLOW_BUT_FINE.get(s.phase) or ("loading data" if s.in_loader else inside)
+    doing = DOING[s.phase] if s.phase in _SLOW_BUT_FINE else "loading data" if s.in_loader else inside
     return _alive(s, doing, [f"observed: {sign}"])
 
 
 def _slow(s: StuckRank) -> Explanation | None:
-    doing = _SLOW_BUT_FINE.get(s.phase)
-    if doing is None and s.busy:
-        doing = _COMPUTING.get(s.phase)
-    return _alive(s, doing, []) if doing is not None else None
+    slow = s.phase in _SLOW_BUT_FINE or (s.busy and s.phase in _COMPUTING)
+    return _alive(s, DOING[s.phase], []) if slow else None
 
 
 def _works_on(s: StuckRank) -> Explanation | None:

@@ -98,11 +98,10 @@ class JsonlTail:
             self._damaged_lines += 1
             return
         if isinstance(record, dict):
-            named = _with_common_names(record)
-            self.fresh.append(named)
-            self.records.append(named)
-            self.events.append(read_event(named))
-            kind = str(named.get("event"))
+            self.fresh.append(record)
+            self.records.append(record)
+            self.events.append(read_event(record))
+            kind = str(record.get("event"))
             self._held[kind] += 1
             if self._held[kind] > 2 * sum(_KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))):
                 self._forget(kind)
@@ -115,24 +114,6 @@ class JsonlTail:
         self.records = [record for n, record in enumerate(self.records) if n not in dropped]
         self.events = [event for n, event in enumerate(self.events) if n not in dropped]
         self._held[kind] = first + newest
-
-
-def _with_common_names(record: dict[str, Any]) -> dict[str, Any]:
-    """Event records name their kind and their monotonic time in one way here."""
-    if "event" not in record and "kind" in record:
-        record["event"] = record["kind"]
-    if "t" not in record and "monotonic" in record:
-        record["t"] = record["monotonic"]
-    if (
-        record.get("event") in ("exception", "swallowed_exception")
-        and not record.get("frames")
-        and record.get("traceback")
-    ):
-        record["frames"] = [
-            {"file": m["file"], "line": int(m["line"]), "function": m["function"]}
-            for m in FRAME_LINE.finditer(str(record["traceback"]))
-        ]
-    return record
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,26 @@ PHASES = (
     "gate",
     "input",  # waiting for standard input
 )
+WAIT_PHASES = frozenset({"collective", "p2p", "barrier", "init", "store", "gate"})  # in which a rank waits for others
+DOING = {  # what a rank does in a phase, in words
+    "start": "starting",
+    "import": "importing",
+    "init": "joining the process group",
+    "data": "loading data",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+    "save": "saving a checkpoint",
+    "load": "loading a checkpoint",
+    "hub": "downloading from the hub",
+    "tracker": "starting the experiment tracker",
+    "eval": "evaluating",
+    "compile": "compiling",
+    "model": "building the model",
+    "gate": "waiting its turn to import or compile",
+    "input": "waiting for standard input",
+    "exit": "exiting",
+}
 OPS = (
     "none",
     "all_reduce",

@@ -17,6 +17,7 @@ from model_check.record import RunDir
 from model_check.record.events.process import Attached, Picture
 from model_check.record.journal import Journal
 from model_check.record.stacks import Frame, ProcessStacks
+from model_check.record.typed import to_json
 from model_check.supervise import processes, stacks
 from model_check.supervise.job_finder import FoundJob, FoundRank
 
@@ -89,10 +90,7 @@ class JobPicture:
         return {
             "job": self.job.name,
             "world_size": self.job.world_size,
-            "positions": [
-                {"where": p.where, "function": p.function, "kind": p.kind, "doing": p.doing, "ranks": list(p.ranks)}
-                for p in self.positions
-            ],
+            "positions": [to_json(position) for position in self.positions],
             "ranks": [
                 {"rank": s.rank, "pid": s.pid, "kind": s.kind, "doing": s.doing, "where": s.where, "state": s.state}
                 | {"busy": s.busy, "moving": s.moving}

@@ -311,10 +311,6 @@ def command_of(pid: int) -> list[str]:
     return [part for part in _read(pid, "cmdline").split("\0") if part]
 
 
-def working_directory_of(pid: int) -> str:
-    return _link(pid, "cwd")
-
-
 def kernel_stack(pid: int) -> list[str]:
     """Where the kernel has the main thread (needs privileges): innermost first, symbols only."""
     frames = []

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model_check.record.rank_exits import RankExit
-from model_check.record.ring import RingTail
+from model_check.record.ring import WAIT_PHASES, RingTail
 from model_check.supervise.processes import ProcessSample
 
-# Records of a rank that asks others for something; asking repeatedly is not progress.
-_ASKING = frozenset({"collective", "p2p", "barrier", "init", "store", "gate"})
 _MEDIAN_OVER = 20  # looks at a rank that moved: a job that has become slower is judged by its new pace
 _ACTIVE_CPU_S = 0.05
 _ACTIVE_BYTES = 1 << 20
@@ -52,7 +50,7 @@ class Pulse:
         self.seq = newest
         stamp = self._ring.stamp(newest)
         self.last_at = max(self.last_at, stamp.time_ns / 1e9)
-        if stamp.phase not in _ASKING:
+        if stamp.phase not in WAIT_PHASES:  # asking others for something again and again is not progress
             self.worked_at = self.last_at
         if stamp.step > self.step:
             self._measure(stamp.step)
