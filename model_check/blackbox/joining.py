@@ -26,7 +26,7 @@ from model_check.blackbox.service import Service
 from model_check.blackbox.spans import spanned
 from model_check.record.events.process import Joining
 from model_check.record.process_identity import is_near, live_pid
-from model_check.record.ring import MEMBERS_ONLY, read_header, read_ring
+from model_check.record.ring import MEMBERS_ONLY, RAISED, read_header, read_ring
 
 _JOINING = SpanKind("init", "new_group")
 _AT_WORK = frozenset({"init", "forward", "backward", "optimizer", "collective", "p2p", "barrier", "step"})
@@ -133,7 +133,7 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(*args, **kwargs)
         except BaseException as error:
             if recorder is not None:
-                BOX.end(recorder, _JOINING, span, f"raised {type(error).__name__}")
+                BOX.end(recorder, _JOINING, span, f"{RAISED}{type(error).__name__}")
                 NOTES.left_a_call(error, "init_process_group")
             raise
         finally:

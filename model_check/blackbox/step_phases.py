@@ -23,6 +23,7 @@ from model_check.blackbox.current_phase import (
 from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.spans import Original, spanned
 from model_check.errors import NumericsError
+from model_check.record.ring import RAISED
 
 _FORWARD = SpanKind("forward")
 _OPTIMIZER = SpanKind("optimizer")
@@ -179,7 +180,7 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
     except BaseException as error:
         if learns_by_itself:
             steps.forward_failed()
-        BOX.end(recorder, _FORWARD, span, f"raised {type(error).__name__}")
+        BOX.end(recorder, _FORWARD, span, f"{RAISED}{type(error).__name__}")
         NOTES.left_a_call(error, "forward")
         raise
     finally:

@@ -168,7 +168,7 @@ def departures(evidence: Evidence, ranks: Iterable[int]) -> list[Departure]:
 
 
 def _calls(rank: RankEvidence) -> list[Crumb]:
-    return [c for c in rank.crumbs if c.phase in _PHASES and c.event == "begin" and c.detail != "wait" and c.file]
+    return [c for c in rank.crumbs if c.phase in _PHASES and c.event == "begin" and not c.is_wait and c.file]
 
 
 def _departure(rank: RankEvidence, calls: list[Crumb], length: int) -> Departure | None:

@@ -21,8 +21,8 @@ from model_check.record.events.process import (
 )
 from model_check.record.flight import FlightEntry
 from model_check.record.rank_exits import RankExit
-from model_check.record.ring import FLAG_ASYNC, Crumb
 from model_check.record.ring import WAIT_PHASES as WAIT_PHASES
+from model_check.record.ring import Crumb
 from model_check.record.stacks import Frame, ProcessStacks
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import Outcome
@@ -119,7 +119,7 @@ class RankEvidence:
     def blocking(self) -> Crumb | None:
         """The open span in which this rank waits for others: a collective, a receive, joining the group."""
         crumb = self.innermost
-        if crumb is not None and crumb.phase in WAIT_PHASES and not (is_async(crumb) and crumb.detail != "wait"):
+        if crumb is not None and crumb.phase in WAIT_PHASES and (crumb.is_wait or not crumb.is_async):
             return crumb
         return None
 
@@ -331,8 +331,8 @@ class Evidence:
             for group in rank.happened(GroupJoined):
                 groups[group.name] = tuple(sorted(group.ranks))
             for crumb in rank.crumbs:
-                if crumb.group and crumb.group not in groups and (members_of := _members_named(crumb)):
-                    groups[crumb.group] = members_of
+                if crumb.group and crumb.group not in groups and crumb.members:
+                    groups[crumb.group] = tuple(sorted(crumb.members))
         return groups
 
 
@@ -343,21 +343,6 @@ def steps_done(rank: RankEvidence) -> int:
     from there.
     """
     return max((c.step + (c.phase == "step") for c in rank.crumbs[-8:]), default=0)
-
-
-def _members_named(crumb: Crumb) -> tuple[int, ...]:
-    """The ranks in a group's own name ("ranks 0,1 #2") or in the detail of its first record."""
-    for text in (crumb.detail, crumb.group):
-        if text.startswith("ranks"):
-            body = text[len("ranks") :].strip(" =:[(").split("#")[0].split("]")[0].split(")")[0]
-            spans = [part.strip().split("-") for part in body.split(",")]
-            if all(end.isdigit() for span in spans for end in span):
-                return tuple(sorted(n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)))
-    return ()
-
-
-def is_async(crumb: Crumb) -> bool:
-    return bool(crumb.flags & FLAG_ASYNC)
 
 
 def frame_of(crumb: Crumb, root: str = "") -> Frame:

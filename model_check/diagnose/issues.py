@@ -19,7 +19,7 @@ from typing import Any
 from model_check.diagnose.evidence import P2P_OPS, Evidence
 from model_check.diagnose.source import statement
 from model_check.record.flight import FlightEntry
-from model_check.record.ring import FLAG_NATIVE, REDUCES_BY, UNIT, Crumb, RingTail
+from model_check.record.ring import FLAG_NATIVE, Crumb, RingTail
 from model_check.record.stacks import Frame
 
 Key = tuple[str, str]  # (operation, call site)
@@ -28,7 +28,6 @@ _NONE_RETURNED: frozenset[int] = frozenset()
 _RECENT = 2048
 _EARLY = 512
 _ISSUES = 1024
-_REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 _EARLY_PHASES = frozenset({"import", "init", "hub", "tracker"})
 # The phases that give a collective its place within a step.
 _CONTEXT_PHASES = frozenset({"data", "forward", "backward", "optimizer", "step", "save", "load", "eval"})
@@ -153,16 +152,7 @@ def is_issue(crumb: Crumb) -> bool:
         and crumb.event != "end"
         and crumb.phase != "p2p"
         and crumb.op not in P2P_OPS
-        and crumb.detail != "wait"
-    )
-
-
-def _reduction(crumb: Crumb) -> str:
-    """By which operation a call reduces, where its record says so: the first one of a group names the members there."""
-    if crumb.op not in _REDUCING or crumb.flags & FLAG_NATIVE or crumb.detail.endswith("?"):
-        return ""
-    return (
-        crumb.detail.removeprefix(REDUCES_BY) if crumb.detail.startswith(REDUCES_BY) else "" if crumb.detail else "sum"
+        and not crumb.is_wait
     )
 
 
@@ -201,13 +191,13 @@ class RankLog:
                 self._close(crumb)
             if is_issue(crumb):
                 self._issue(crumb, root)
-            elif crumb.phase == "p2p" and crumb.event != "end" and crumb.detail != "wait":
+            elif crumb.phase == "p2p" and crumb.event != "end" and not crumb.is_wait:
                 key = (crumb.op, crumb.peer, crumb.group)
                 self.messages[key] = max(self.messages.get(key, 0), crumb.collective_seq)
 
     def _close(self, crumb: Crumb) -> None:
         begin = self._open.pop(crumb.span, None)
-        if begin is not None and is_issue(begin) and not crumb.detail.startswith("raised"):
+        if begin is not None and is_issue(begin) and not crumb.raised:
             self.returned[begin.group].add(begin.collective_seq)
 
     def _issue(self, crumb: Crumb, root: str) -> None:
@@ -228,8 +218,8 @@ class RankLog:
             native=bool(crumb.flags & FLAG_NATIVE),
             peer=crumb.peer,
             thread=crumb.thread,
-            reduction=_reduction(crumb),
-            unit=crumb.detail.removeprefix(UNIT) if crumb.detail.startswith(UNIT) else "",
+            reduction=crumb.reduction,
+            unit=crumb.unit,
         )
         if len(issues) > _ISSUES:
             oldest = next(iter(issues))

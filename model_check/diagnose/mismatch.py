@@ -20,6 +20,7 @@ _OWN_GROUPS = "give each thread a process group of its own: dist.new_group(), ma
 _SAME_MODULES = "run the same modules, forward and backward, on all ranks: DDP or FSDP starts a collective for each"
 _UNUSED = "where a parameter may get no gradient on a rank: DistributedDataParallel(…, find_unused_parameters=True)"
 _IN_STEP = frozenset({"forward", "backward", "data", "collective"})  # phases of the call that an exception interrupted
+_DIFFERS = {"shape": "shape", "dtype": "dtype", "root": "root", "reduction": "reduction", "crossed": "unit"}
 _SHORT = {
     "op": "MC201",
     "root": "MC221",
@@ -124,14 +125,13 @@ def _operations(divergence: Divergence, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _call_facts(divergence: Divergence) -> dict[str, Any]:
-    """What the named ranks called and what their peers called, where the two differ."""
+    """What the named ranks called and what their peers called, with what the two differ in."""
     own, peers = divergence.first_call(), divergence.peers_call()
     facts = _operations(divergence, divergence.guilty or (own.rank,))
-    for name in ("dtype", "root", "reduction", "unit"):
-        mine, theirs = getattr(own, name), getattr(peers, name)
-        facts |= {name: mine, f"peers_{name}": theirs} if mine != theirs else {}
-    if own.shape != peers.shape:
-        facts |= {"shape": list(own.shape), "peers_shape": list(peers.shape)}
+    if (name := _DIFFERS.get(divergence.kind)) is not None:
+        for key, call in ((name, own), (f"peers_{name}", peers)):
+            value = getattr(call, name)
+            facts[key] = list(value) if isinstance(value, tuple) else value
     return facts | ({"condition": divergence.blame.condition} if divergence.blame.condition else {})
 
 

@@ -51,14 +51,14 @@ def _left_in_the_ring(evidence: Evidence, rank: int, before: float) -> Mapping[s
     """A recorded call that ended with an exception, after which the rank went on: its handler may still be running."""
 
     def raised(of: RankEvidence) -> list[Crumb]:
-        return [c for c in of.crumbs if c.event == "end" and c.detail.startswith("raised ") and c.phase in _STEP_PHASES]
+        return [c for c in of.crumbs if c.event == "end" and c.raised and c.phase in _STEP_PHASES]
 
     own = [c for c in raised(evidence.of(rank)) if not before or c.time_ns / 1e9 <= before]
     others = [len(raised(r)) for r in evidence.ranks.values() if r.rank != rank]
     went_on = bool(own) and evidence.of(rank).crumbs[-1].seq > own[-1].seq
     if not went_on or evidence.of(rank).exceptions or (others and min(others) >= len(own)):
         return None
-    kind = own[-1].detail.removeprefix("raised ")
+    kind = own[-1].raised
     begin = next((c for c in evidence.of(rank).crumbs if c.seq == own[-1].span), None)
     frame = {"file": begin.file, "line": begin.line, "function": begin.function} if begin is not None else None
     return {

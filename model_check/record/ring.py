@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -138,6 +139,10 @@ MEMBERS_ONLY = (
 UNIT = "for "  # prefix of a gather's detail, before the module whose parameters it gathers
 TAG = "tag "  # prefix of a message's detail, before a tag other than 0
 REDUCES_BY = "by "  # begins the detail of a collective that reduces by something other than a sum
+RAISED = "raised "  # begins the detail of an END, before the type of the exception that ended the call
+WAIT = "wait"  # the detail of waiting for a call that was started asynchronously before
+_MEMBERS = re.compile(r"ranks (\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)")
+_REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 FLAG_ASYNC = 1
 FLAG_NATIVE = 2  # started by C++ (DDP's reducer, FSDP), seen through the process group rather than a Python call
 
@@ -168,6 +173,47 @@ class Crumb(NamedTuple):
     @property
     def site(self) -> str:
         return f"{self.file}:{self.line}" if self.file else ""
+
+    # What the detail says, by the kind of record.
+
+    @property
+    def raised(self) -> str:
+        """The type of the exception that ended the call; empty if none did."""
+        return self.detail.removeprefix(RAISED) if self.detail.startswith(RAISED) else ""
+
+    @property
+    def is_async(self) -> bool:
+        return bool(self.flags & FLAG_ASYNC)
+
+    @property
+    def is_wait(self) -> bool:
+        return self.detail == WAIT
+
+    @property
+    def unit(self) -> str:
+        """The module whose parameters it gathers, if FSDP names it."""
+        return self.detail.removeprefix(UNIT) if self.detail.startswith(UNIT) else ""
+
+    @property
+    def reduction(self) -> str:
+        """What it reduces by; empty if it reduces nothing, or as the first call of a group names the members there."""
+        if self.op not in _REDUCING or self.flags & FLAG_NATIVE or self.detail.endswith("?"):
+            return ""
+        if self.detail.startswith(REDUCES_BY):
+            return self.detail.removeprefix(REDUCES_BY)
+        return "" if self.detail else "sum"
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The members of its group, if the detail or the name of the group lists them."""
+        listed = _MEMBERS.match(self.detail) or _MEMBERS.match(self.group)
+        spans = [span.split("-") for span in listed[1].split(",")] if listed else []
+        return tuple(rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1))
+
+    @property
+    def by_members_only(self) -> bool:
+        """A new_group that its members make alone."""
+        return MEMBERS_ONLY in self.detail
 
 
 class Stamp(NamedTuple):

@@ -21,18 +21,16 @@ _LONELY = {"lonely_call": "the other ranks have ended, and the call of the named
 _CALLS = {
     "op": "the collective that the named ranks called",
     "peers_op": "the one that the other ranks called at the same place of their order",
-    "dtype": "its dtype, if that of the peers is another one (`peers_dtype`)",
-    "peers_dtype": "the dtype of the peers' call",
-    "shape": "its shape, if that of the peers is another one (`peers_shape`)",
-    "peers_shape": "the shape of the peers' call",
-    "root": "its root, if the peers named another one (`peers_root`)",
-    "peers_root": "the root of the peers' call",
-    "reduction": "what it reduces by, if the peers reduce by something else (`peers_reduction`)",
-    "peers_reduction": "what the peers' call reduces by",
-    "unit": "the module whose parameters it gathers, if the peers gather another one (`peers_unit`)",
-    "peers_unit": "the module whose parameters the peers gather",
     "condition": "the condition on the rank around one of the calls",
 }
+
+
+def _calls_and(name: str, meaning: str) -> dict[str, str]:
+    return _CALLS | {
+        name: f"{meaning} of the named ranks' call",
+        f"peers_{name}": f"{meaning} of the other ranks' call",
+    }
+
 
 HANGING: dict[str, Entry] = {
     "MC201": Entry(
@@ -59,7 +57,7 @@ HANGING: dict[str, Entry] = {
         ),
         "dist.all_reduce(torch.zeros(10 if rank == 0 else 12))",
         causes=_BLAMED,
-        facts=_CALLS,
+        facts=_calls_and("shape", "the shape"),
     ),
     "MC203": Entry(
         "dtypes differ",
@@ -70,7 +68,7 @@ HANGING: dict[str, Entry] = {
         ("cast to one dtype before the collective: tensor.to(torch.float32)",),
         "loss = loss.half() if rank == 1 else loss\ndist.all_reduce(loss)",
         causes=_BLAMED,
-        facts=_CALLS,
+        facts=_calls_and("dtype", "the dtype"),
     ),
     "MC204": Entry(
         "stuck in the data loader",
@@ -150,7 +148,7 @@ HANGING: dict[str, Entry] = {
         ("call them in one order on all ranks", "stack both values into one tensor and reduce it once"),
         "rank 0: all_reduce(loss); all_reduce(accuracy)\nrank 1: all_reduce(accuracy); all_reduce(loss)",
         causes=_BLAMED,
-        facts=_CALLS,
+        facts=_calls_and("unit", "the gathered module"),
     ),
     "MC209": Entry(
         "stopped process",
@@ -318,7 +316,7 @@ HANGING: dict[str, Entry] = {
         ),
         "dist.broadcast(settings, src=local_root)   # 0 here, 1 there",
         causes=_BLAMED,
-        facts=_CALLS,
+        facts=_calls_and("root", "the root"),
     ),
     "MC222": Entry(
         "waits for a thread that failed",
@@ -341,6 +339,6 @@ HANGING: dict[str, Entry] = {
         ("pass one op on all ranks", "look for a branch on rank or data around the named line"),
         "dist.all_reduce(x, op=dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM)",
         causes=_BLAMED,
-        facts=_CALLS,
+        facts=_calls_and("reduction", "the reduction"),
     ),
 }
