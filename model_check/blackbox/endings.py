@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 from model_check.blackbox import resident_memory
 from model_check.blackbox.backend_shutdown import let_backends_finish
 from model_check.blackbox.box import BOX, FOLLOWER
-from model_check.blackbox.exceptions import NOTES, hide_our_frames, shown, summarize
+from model_check.blackbox.exceptions import NOTES, event_of, hide_our_frames, shown
 from model_check.blackbox.relayed_errors import words
 from model_check.blackbox.spans import is_wrapped
+from model_check.record.events.crashes import Exit, ThreadException, UncaughtException, WayOut
 
 _LEFT_S = 0.4
 
@@ -33,7 +34,7 @@ class _Ending:
 
     def __init__(self) -> None:
         self.exception: int | None = None  # id of the exception already written
-        self.exit_call: dict[str, Any] | None = None
+        self.exit_call: Exit | None = None
         self.written = False
 
     def fail(self, error: BaseException) -> None:
@@ -51,18 +52,16 @@ class _Ending:
         if of_memory:
             resident_memory.mark("memory error")
         hide_our_frames(error)
-        BOX.event("exception", handled=False, **summarize(error))
+        BOX.event(event_of(error, UncaughtException))
 
-    def asked(self, code: int, via: str, frame: FrameType | None, message: str = "") -> None:
+    def asked(self, code: int, via: WayOut, frame: FrameType | None, message: str = "") -> None:
         """sys.exit, exit or os._exit was called, here; sys.exit may have been given words instead of a code."""
         if code and (steps := FOLLOWER.loaded) is not None:
             handled = sys.exc_info()[1]
             trace = _traceback(handled.__traceback__) if handled is not None else ()
             steps.process_stops([*_stack(frame), *trace], words(handled) if handled is not None else "")
-        frames = BOX.code.describe_stack(frame)
-        self.exit_call = {"code": code, "via": via, "user_frame": BOX.code.user_frame(frames)}
-        if message:
-            self.exit_call["message"] = shown(message)
+        words_given = shown(message) if message else None
+        self.exit_call = Exit(code=code, via=via, user_frame=BOX.code.caller(frame), message=words_given)
 
     def interpreter_says(self, text: str) -> None:
         """Words of the interpreter's own, after the script's last line: those of a SystemExit that nobody caught."""
@@ -70,7 +69,7 @@ class _Ending:
         if getattr(threading, "_SHUTTING_DOWN", False):
             return  # an atexit handler made of C code, `print` itself say: the script is over
         if BOX.recorder is not None and on_main and self.exit_call is None and self.exception is None and text.strip():
-            self.exit_call = {"code": 1, "via": "SystemExit", "message": shown(text)}
+            self.exit_call = Exit(code=1, via="SystemExit", message=shown(text))
 
     def write(self) -> None:
         """The last event of the process."""
@@ -82,7 +81,7 @@ class _Ending:
             # A hook of the script's own took our place.
             self.fail(last)
         if (steps := FOLLOWER.loaded) is not None:
-            if self.exception is None and (self.exit_call is None or self.exit_call["via"] == "SystemExit"):
+            if self.exception is None and (self.exit_call is None or self.exit_call.via == "SystemExit"):
                 # A bare `raise SystemExit` looks like an end of the script; by its code it is told which it was.
                 steps.process_stops((), "")
             if steps.looks_back():
@@ -92,10 +91,10 @@ class _Ending:
             steps.process_ends()
         resident_memory.mark("exit")
         if self.exception is not None:
-            BOX.event("exit", code=1, via="exception")
+            BOX.event(Exit(code=1, via="exception"))
         else:
             NOTES.moved_on()
-            BOX.event("exit", **(self.exit_call or {"code": 0, "via": "return"}))
+            BOX.event(self.exit_call or Exit(code=0, via="return"))
 
 
 ENDING = _Ending()
@@ -181,7 +180,7 @@ def _chain_thread_hook(previous: Callable[..., Any]) -> Callable[..., Any]:
             # The process lives on without this thread.
             NOTES.ended_with(error)
             hide_our_frames(error)
-            BOX.event("thread_exception", **summarize(error))
+            BOX.event(event_of(error, ThreadException))
         previous(args)
 
     return hook
@@ -220,7 +219,7 @@ def _wrap_hard_exit() -> None:
             if not caller.f_code.co_filename.endswith("popen_fork.py"):
                 ENDING.asked(status, "os._exit", caller)
             elif status and ENDING.exception is None and ENDING.exit_call is None:
-                ENDING.exit_call = {"code": status, "via": "sys.exit"}
+                ENDING.exit_call = Exit(code=status, via="sys.exit")
             ENDING.write()
         original(status)
 

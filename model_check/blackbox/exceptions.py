@@ -16,55 +16,64 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from types import CodeType, TracebackType
+from typing import Any, TextIO, TypeVar
 
 from model_check.blackbox import relayed_errors
 from model_check.blackbox.box import BOX
+from model_check.errors import ModelCheckError
+from model_check.record.events.crashes import ExceptionEvent, Origin, RaisedException, SwallowedException, Told
 from model_check.record.redaction import redact_text, secret_values
 from model_check.record.user_code import is_watching
 
+E = TypeVar("E", bound=ExceptionEvent)
 # A loop that fails and retries for hours must not fill the disk, nor hide a fault at another line.
 _MAX_SWALLOWED = 200
 _MAX_PER_LINE = 3
 _MAX_MESSAGE = 4000
 _MOST_PARTS = 8
+_MONITORING_ID = 4  # 0 to 2 and 5 are spoken for by debuggers, coverage, profilers and optimizers
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)  # since Python 3.11
 _OUR_PACKAGE = __file__.rpartition("blackbox")[0]  # spelled as in our frames' co_filename
 # Control flow, not faults.
 _ORDINARY = (StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, KeyboardInterrupt, ImportError)
 
 
-def summarize(error: BaseException) -> dict[str, Any]:
-    """An exception as an event carries it."""
-    frames = BOX.code.describe_traceback(error.__traceback__)
-    summary: dict[str, Any] = {
-        "type": type(error).__name__,
-        "message": shown(relayed_errors.words(error)),
-        "frames": frames,
-        "user_frame": BOX.code.user_frame(frames),
-        "thread": threading.current_thread().name,
-    }
+def event_of(error: BaseException, kind: type[E], **more: Any) -> E:
+    """The event of this kind that tells of the exception."""
+    code = BOX.code
+    frames = code.described_traceback(error.__traceback__)
+    user_frame = code.user_frame(frames)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         # The line that does not parse never ran, so no frame has it.
-        summary["user_frame"] = BOX.code.describe(error.filename, error.lineno, "<module>")
-    if (origin := relayed_errors.original(error)) is not None:
-        told = [BOX.code.describe(f["file"], f["line"], f["function"]) for f in origin["frames"]]
-        summary["origin"] = {
-            **origin,
-            "message": shown(origin["message"]),
-            "frames": told,
-            "user_frame": BOX.code.user_frame(told),
-        }
+        user_frame = code.described(error.filename, error.lineno, "<module>")
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause is not None and cause is not error:
-        summary["cause"] = _brief(cause)
-    if _GROUP is not None and isinstance(error, _GROUP):
-        # The line of a group is only where they were put together.
-        summary["parts"] = [_brief(part) for part in error.exceptions[:_MOST_PARTS]]
-    return summary
+    # The line of a group is only where they were put together.
+    parts = error.exceptions[:_MOST_PARTS] if _GROUP is not None and isinstance(error, _GROUP) else None
+    return kind(
+        type=type(error).__name__,
+        message=shown(relayed_errors.words(error)),
+        frames=frames,
+        user_frame=user_frame,
+        thread=threading.current_thread().name,
+        code=error.code if isinstance(error, ModelCheckError) else None,
+        origin=_origin(error),
+        cause=_brief(cause) if cause is not None and cause is not error else None,
+        parts=tuple(map(_brief, parts)) if parts is not None else None,
+        **more,
+    )
+
+
+def _origin(error: BaseException) -> Origin | None:
+    """The first raise in another process, its lines as the script's are shown."""
+    told = relayed_errors.original(error)
+    if told is None:
+        return None
+    frames = tuple(BOX.code.described(frame.file, frame.line, frame.function) for frame in told.frames)
+    return replace(told, message=shown(told.message), frames=frames, user_frame=BOX.code.user_frame(frames))
 
 
 def hide_our_frames(error: BaseException | None) -> None:
@@ -94,14 +103,10 @@ def _is_ours(trace: TracebackType) -> bool:
     return file.startswith(_OUR_PACKAGE) and is_watching(file)
 
 
-def _brief(error: BaseException) -> dict[str, Any]:
+def _brief(error: BaseException) -> Told:
     """What is said of an exception that stands behind another one."""
-    frames = BOX.code.describe_traceback(error.__traceback__)
-    return {
-        "type": type(error).__name__,
-        "message": shown(relayed_errors.words(error)),
-        "user_frame": BOX.code.user_frame(frames),
-    }
+    user_frame = BOX.code.user_frame(BOX.code.described_traceback(error.__traceback__))
+    return Told(type=type(error).__name__, message=shown(relayed_errors.words(error)), user_frame=user_frame)
 
 
 def shown(message: str) -> str:
@@ -124,15 +129,19 @@ class Notes:
     """Per thread, the exception that was last seen leaving a call and has not yet ended the process."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._pending: dict[int, tuple[int, RaisedException]] = {}
         self._written = 0
         self._lines: Counter[tuple[type, str, int]] = Counter()
 
     def left_a_call(self, error: BaseException, where: str) -> None:
         """An instrumented call raised. Its callers may still let it through."""
-        self._note(error, {"during": where, "t_raised": time.monotonic()})
+        self._note(error, where)
 
-    def _note(self, error: BaseException, facts: dict[str, Any]) -> None:
+    def caught(self, error: BaseException) -> None:
+        """A handler of the script's has it. It may still raise it again."""
+        self._note(error, "handler")
+
+    def _note(self, error: BaseException, during: str) -> None:
         if isinstance(error, _ORDINARY) or self._written >= _MAX_SWALLOWED:
             return
         thread = threading.get_ident()
@@ -143,9 +152,9 @@ class Notes:
         self._lines[line] += 1
         if self._lines[line] > _MAX_PER_LINE:
             return
-        summary = {**summarize(error), **facts}
-        self._pending[thread] = (id(error), summary)
-        BOX.event("raised", **summary)
+        raised = event_of(error, RaisedException, during=during, t_raised=time.monotonic())
+        self._pending[thread] = (id(error), raised)
+        BOX.event(raised)
 
     def moved_on(self) -> None:
         """The thread begins something new: whatever was pending and is no longer being handled was swallowed."""
@@ -162,7 +171,7 @@ class Notes:
             return
         del self._pending[thread]
         self._written += 1
-        BOX.event("swallowed_exception", handled=True, **pending[1])
+        BOX.event(SwallowedException(**vars(pending[1])))
 
     def ended_with(self, error: BaseException) -> None:
         """This exception ends the thread: it was not swallowed. One that was pending before it was."""
@@ -170,10 +179,6 @@ class Notes:
         if pending is not None and pending[0] != id(error):
             self._settle(error)
         self._pending.pop(threading.get_ident(), None)
-
-    def caught(self, error: BaseException) -> None:
-        """A handler of the script's has it. It may still raise it again."""
-        self._note(error, {"during": "handler", "t_raised": time.monotonic()})
 
     def forget(self) -> None:
         """In the child of a fork: these were the parent's."""
@@ -183,6 +188,27 @@ class Notes:
 
 
 NOTES = Notes()
+
+
+def hear_handlers() -> None:
+    """Hears of exceptions that the user's own code catches in silence, where the interpreter can tell.
+
+    sys.monitoring (Python 3.12) calls back only when an exception reaches a handler, so a script that raises nothing
+    pays nothing. Before that, an exception is noticed when it leaves an instrumented call or when its handler speaks.
+    """
+    if sys.version_info < (3, 12):
+        return
+    monitoring: Any = sys.monitoring
+    if monitoring.get_tool(_MONITORING_ID) is not None:
+        return
+    monitoring.use_tool_id(_MONITORING_ID, "model-check")
+    monitoring.register_callback(_MONITORING_ID, monitoring.events.EXCEPTION_HANDLED, _handled)
+    monitoring.set_events(_MONITORING_ID, monitoring.events.EXCEPTION_HANDLED)
+
+
+def _handled(code: CodeType, offset: int, error: BaseException) -> None:
+    if BOX.recorder is not None and BOX.code.shown(code.co_filename) is not None:
+        NOTES.caught(error)
 
 
 def _is_our_log(stream: TextIO) -> bool:

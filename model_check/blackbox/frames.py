@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
 
 from model_check.record.redaction import redact_text
+from model_check.record.stacks import Frame, innermost_user
 from model_check.record.user_code import is_door, is_trainer, is_user_file
 
 _MAX_FRAMES = 60
@@ -77,41 +78,33 @@ class UserCode:
             frame = frame.f_back
         return ours
 
-    def describe_stack(self, frame: FrameType | None) -> list[dict[str, Any]]:
-        """The frames from the outermost to `frame`, as events carry them."""
-        frames = []
-        while frame is not None:
-            frames.append(self.describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            frame = frame.f_back
-        return frames[:_MAX_FRAMES][::-1]
+    def caller(self, frame: FrameType | None) -> Frame | None:
+        """The innermost user frame from `frame` outwards, as events carry it."""
+        found = self.innermost(frame)
+        if found is None:
+            return None
+        shown, line, function = found
+        return self.described(self.path_of(shown) or shown, line, function)
 
-    def describe_traceback(self, trace: TracebackType | None) -> list[dict[str, Any]]:
+    def described_traceback(self, trace: TracebackType | None) -> tuple[Frame, ...]:
         """The frames of an exception, outermost first; the innermost ones where it is very deep."""
         frames = []
         while trace is not None:
             code = trace.tb_frame.f_code
             frames.append((code.co_filename, trace.tb_lineno, code.co_name))
             trace = trace.tb_next
-        return [self.describe(*frame) for frame in frames[-_MAX_FRAMES:]]
+        return tuple(self.described(*frame) for frame in frames[-_MAX_FRAMES:])
 
-    def describe(self, file: str, line: int, function: str) -> dict[str, Any]:
+    def described(self, file: str, line: int, function: str) -> Frame:
         """One frame, its path as it is shown and its source line."""
         import linecache  # only when something went wrong
 
         text = redact_text(linecache.getline(file, line).strip())
-        return {"file": self.shown(file) or file, "line": line, "function": function, "text": text[:300]}
+        return Frame(self.shown(file) or file, line, function, text[:300])
 
-    def user_frame(self, frames: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def user_frame(self, frames: Sequence[Frame]) -> Frame | None:
         """The innermost user frame among described ones."""
-        ours = None
-        for frame in reversed(frames):
-            if self.shown(frame["file"]) is not None:
-                return frame
-            if frame["file"] in self._ours:
-                ours = ours or frame
-                if is_door(frame["file"]):
-                    break
-        return ours
+        return innermost_user(reversed(frames), lambda frame: self.shown(frame.file) is not None)
 
 
 def given_script() -> str:

@@ -16,7 +16,6 @@ from model_check.blackbox import (
     gate_patches,
     outofmemory,
     resident_memory,
-    silent_handlers,
     stack_access,
     watched_calls,
 )
@@ -75,7 +74,7 @@ def _install_hooks() -> None:
     watched_calls.watch_standard_input()
     exceptions.listen_to(sys.stdout)
     exceptions.listen_to(sys.stderr, endings.ENDING.interpreter_says)
-    silent_handlers.watch()
+    exceptions.hear_handlers()
     _watch_fork()
     PostImport(_patches(), _SLOW_PACKAGES).install()
 

@@ -215,8 +215,7 @@ def _capture_host(error: BaseException) -> None:
 
     torch = sys.modules.get("torch")
     holdings = sum_up_owned(find_owners().values()) if torch is not None else None
-    frames = BOX.code.describe_traceback(error.__traceback__)
-    frame = BOX.code.user_frame(frames)
+    frame = BOX.code.user_frame(BOX.code.described_traceback(error.__traceback__))
     _write(
         {
             "kind": "device" if type(error).__name__ == "OutOfMemoryError" else "host",
@@ -226,7 +225,7 @@ def _capture_host(error: BaseException) -> None:
             "limits": asdict(read_host_limits()),
             "categories": dict(holdings.categories) if holdings is not None else {},
             "largest": [holding.record() for holding in holdings.largest] if holdings is not None else [],
-            "at": f"{frame['file']}:{frame['line']}" if frame is not None else "",
+            "at": frame.site if frame is not None else "",
         }
     )
 

@@ -6,11 +6,12 @@ The traceback of such an exception shows where it was raised again. Where it was
 from __future__ import annotations
 
 import re
-from typing import Any
+
+from model_check.record.events.crashes import Origin
+from model_check.record.stacks import FRAME_LINE, Frame
 
 _HEAD = "Traceback (most recent call last):"
 _CAUGHT = re.compile(r"^'?\"?Caught (?P<type>[\w.]+) (in )?(?P<where>[^\n]{0,120}?)\.?(\n|\\n)Original Traceback ")
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[^\n]+)$', re.MULTILINE)
 _WORD = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(: (?P<message>.*))?$")
 _POOL_CAUSES = ("RemoteTraceback", "_RemoteTraceback")
 
@@ -23,8 +24,8 @@ def words(error: BaseException) -> str:
         return f"(its message cannot be shown: __str__ raised {type(broken).__name__})"
 
 
-def original(error: BaseException) -> dict[str, Any] | None:
-    """{"type", "message", "frames", "where"} of the first raise, frames outermost first; None: it was raised here."""
+def original(error: BaseException) -> Origin | None:
+    """The first raise; None: it was raised here."""
     text = words(error)
     caught = _CAUGHT.match(text)
     if caught is not None:
@@ -37,15 +38,13 @@ def original(error: BaseException) -> dict[str, Any] | None:
     return None
 
 
-def _parse(text: str, where: str, kind: str) -> dict[str, Any] | None:
+def _parse(text: str, where: str, kind: str) -> Origin | None:
     """The last of the tracebacks in the text: exceptions that follow from each other are printed in their order."""
     _, found, body = text.rpartition(_HEAD)
-    frames = [
-        {"file": m["file"], "line": int(m["line"]), "function": m["function"].strip()} for m in _FRAME.finditer(body)
-    ]
+    frames = tuple(Frame(m["file"], int(m["line"]), m["function"].strip()) for m in FRAME_LINE.finditer(body))
     if not found or not frames:
         return None
     said = [m for line in body.splitlines() if (m := _WORD.match(line))]
     message = said[-1]["message"] or "" if said else ""
     named = said[-1]["type"].rpartition(".")[2] if said else kind
-    return {"type": named, "message": message, "frames": frames, "where": where}
+    return Origin(type=named, message=message, frames=frames, where=where)

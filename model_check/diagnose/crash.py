@@ -6,26 +6,24 @@ A rank whose error only says that a peer is gone is a victim, whatever its exit 
 from __future__ import annotations
 
 import math
-import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import shorten
-from typing import Any
 
 from model_check.diagnose.branches import only_system_exit
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.exceptions import classify_exception
-from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, PLACED_BY_RECORD, make_finding, waiting_text
+from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
 from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
 from model_check.diagnose.raised import (
+    facts_of,
     last_swallowed,
     led_to_it,
-    original,
     quoted,
     raised_at,
     swallowed_finding,
@@ -35,17 +33,11 @@ from model_check.diagnose.raised import (
 from model_check.diagnose.timeouts import gave_up_finding
 from model_check.diagnose.uneven import loader_frame
 from model_check.diagnose.waits import Wait
-from model_check.errors import (
-    CacheDamaged,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    HubUnavailable,
-    ModelError,
-    UsageError,
-)
 from model_check.record import Finding
 from model_check.record.error_texts import lost_its_peer, unexpected_size
+from model_check.record.events.crashes import CaughtException, ExceptionEvent, Exit, UncaughtException
+from model_check.record.events.job import AddressSpaceLimit
+from model_check.record.rank_exits import signal_name
 from model_check.record.stacks import Frame, innermost_user
 
 _FATAL_SIGNALS = frozenset(
@@ -61,11 +53,6 @@ _DAMAGED_FILE = (
     "load an older file that is whole, or copy this one again from where it is: compare the sizes",
     "save to a temporary name and rename it when it is whole: os.replace(tmp, path)",
 )
-_OWN_TYPES = frozenset(
-    kind.__name__
-    for kind in (UsageError, ConfigError, DataError, HubUnavailable, CacheDamaged, ModelError, CheckpointError)
-)
-_OWN_SENTENCE = re.compile(r"\[MC\d{3}\] (.+)", re.DOTALL)
 _UNFLUSHED = 120  # the interpreter's own word: what was printed last could not be written
 _NOBODY = "observed: the launcher did not send it, and no memory kill is on record; the sender is not known"
 
@@ -76,7 +63,7 @@ class Failure:
 
     rank: RankEvidence
     began: float
-    exception: Mapping[str, Any] | None
+    exception: ExceptionEvent | None
     victim: bool
 
 
@@ -106,7 +93,7 @@ def find_failures(evidence: Evidence) -> list[Failure]:
         end = rank.exit
         if exception is None and (end is None or not end.failed or end.unknown):
             continue
-        began = _time(exception) or (end.t if end is not None else evidence.now)
+        began = (exception.t if exception is not None else 0.0) or (end.t if end is not None else evidence.now)
         if exception is not None and began >= evidence.signals_sent.get(rank.rank, math.inf):
             continue  # how it leaves when it is told to is no failure
         ended_by_us = exception is None and end is not None and evidence.stands(rank.rank)
@@ -124,23 +111,14 @@ def _swept_away(failure: Failure, first: float | None) -> Failure:
     return failure
 
 
-def _fatal_exception(rank: RankEvidence) -> Mapping[str, Any] | None:
+def _fatal_exception(rank: RankEvidence) -> UncaughtException | None:
     """The exception that ended, or is ending, the main thread."""
-    for record in rank.exceptions:
-        on_main = str(record.get("thread") or "MainThread") in ("MainThread", "main", str(rank.main_thread))
-        if on_main and record.get("type") not in ("SystemExit", "KeyboardInterrupt") and not record.get("handled"):
-            return record
-    return None
+    on_main = (error for error in rank.exceptions if error.thread in ("", "MainThread"))
+    return next((error for error in on_main if error.type not in ("SystemExit", "KeyboardInterrupt")), None)
 
 
-def _time(record: Mapping[str, Any] | None) -> float | None:
-    t = record.get("t") if record is not None else None
-    return float(t) if isinstance(t, (int, float)) else None
-
-
-def _says_lost_peer(rank: RankEvidence, exception: Mapping[str, Any] | None) -> bool:
-    end = rank.exit
-    return lost_its_peer(exception, end.code if end else None, end.signal if end else None, rank.log_tail)
+def _says_lost_peer(rank: RankEvidence, exception: ExceptionEvent | None) -> bool:
+    return lost_its_peer(exception, rank.exit, rank.log_tail)
 
 
 def _same_trouble(one: Failure, other: Failure) -> bool:
@@ -153,7 +131,7 @@ def _same_trouble(one: Failure, other: Failure) -> bool:
         )
     if one.exception is None or other.exception is None:
         return False
-    return (one.exception.get("type"), _site(one)) == (other.exception.get("type"), _site(other))
+    return (one.exception.type, _site(one)) == (other.exception.type, _site(other))
 
 
 def _site(failure: Failure) -> str:
@@ -170,13 +148,13 @@ def _root_finding(
     later: list[int],
 ) -> Finding:
     ranks = sorted(f.rank.rank for f in like_it)
-    facts = _aftermath(evidence, victims, waits, later)
+    known = _aftermath(evidence, victims, waits, later)
     if root.exception is not None:
-        return _exception_finding(evidence, root, ranks, victims, facts)
+        return _exception_finding(evidence, root, root.exception, ranks, victims, known)
     end = root.rank.exit
     if end is not None and end.signal is not None:
-        return _signal_finding(evidence, root, victims, facts)
-    return _exit_code_finding(evidence, root, ranks, victims, facts)
+        return _signal_finding(evidence, root, end.signal, victims, known)
+    return _exit_code_finding(evidence, root, ranks, victims, known)
 
 
 def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, Wait], later: list[int]) -> list[str]:
@@ -184,8 +162,8 @@ def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, W
     for number in victims:
         exception = _fatal_exception(evidence.of(number))
         if exception is not None and number not in later:
-            text = shorten(str(exception.get("message", "")).split("\n")[0], 120, placeholder=" …")
-            lines.append(f"observed: rank {number} {LOST_ITS_PEER}: {exception.get('type')}: {text}")
+            text = shorten(exception.message.split("\n")[0], 120, placeholder=" …")
+            lines.append(f"observed: rank {number} then lost its peer: {exception.type}: {text}")
     if later:
         lines.append(f"observed: {ranks_text(later)} failed later, in another way")
     # A rank that has raised waits for nothing any more, whatever its last open call was.
@@ -193,36 +171,40 @@ def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, W
 
 
 def _exception_finding(
-    evidence: Evidence, root: Failure, ranks: list[int], victims: list[int], facts: list[str]
+    evidence: Evidence,
+    root: Failure,
+    exception: ExceptionEvent,
+    ranks: list[int],
+    victims: list[int],
+    known: list[str],
 ) -> Finding:
-    exception = root.exception or {}
-    code, about = classify_exception(exception, evidence=evidence, ranks=ranks)
+    code, about = classify_exception(exception, evidence, ranks)
     # torch notices the end of a worker in a signal handler, wherever the rank happens to be at that time.
     frame = (loader_frame(root.rank) if code == "MC216" else None) or raised_at(root.rank, exception)
-    said = original(exception)
-    message = str(exception.get("message", "")).strip()
+    message = exception.message.strip()
     who = ranks_text(ranks)
     place = f" at {frame.site} in {frame.function}" if frame is not None else ""
     extra: list[str] = []
     fix: list[str] = []
     if code in ("MC307", "MC501"):
-        account = memory_account(root.rank, exception)
+        account = memory_account(root.rank, message)
         extra = [*memory_facts(account, evidence.plan), *_memory_history(root.rank)]
         fix = memory_fixes(account, evidence.plan)
         if code == "MC501" and account.fragmented:
             code, about = "MC502", "{who} found its device memory in pieces too small to use"
     if code == "MC307":
         extra += [
-            f"observed: {_limit_setting(evidence)}={limit.get('gb')} is the address space of each rank"
-            for limit in evidence.said("address_space_limit")[-1:]
+            f"observed: {_limit_setting(evidence)}={limit.gb} is the address space of each rank"
+            for limit in evidence.said(AddressSpaceLimit)[-1:]
         ]
-    if said is not exception:
-        again = user_frame({**exception, "origin": None})
+    if exception.origin is not None and exception.first is exception.origin:
+        again = user_frame(replace(exception, origin=None))
         where = f", raised again at {again.site}" if again is not None else ""
-        extra.append(f"observed: it was raised in {said.get('where')} of {who}{where}")
+        extra.append(f"observed: it was raised in {exception.origin.where} of {who}{where}")
     if code in ("MC110", "MC601") and (path := _file_being_read(root.rank, root.began)):
         extra.append(f"observed: it was reading {path}")
-    if code == "MC601" and not _own_words(exception):
+    words = _own_words(exception)
+    if code == "MC601" and not words:
         fix = list(_DAMAGED_FILE)
     if code == "MC216":
         killed = "observed: the worker was ended by SIGKILL"
@@ -230,7 +212,7 @@ def _exception_finding(
         extra.append(killed if "signal: Killed" in message else gone)
     title = about.replace("{who}", who) if about else f"{who} raised {quoted(exception, 160)}"
     observed = f"observed: {who} raised {quoted(exception, 400)}{place}"
-    if (words := _own_words(exception)) and (frame is None or not frame.is_user_code):
+    if words and (frame is None or not frame.is_user_code):
         # Our own sentence about somebody's files or settings: no line of ours is at fault.
         title, frame, observed = shorten(words, 200, placeholder=" …"), None, f"observed: {who} stopped: {words}"
     return make_finding(
@@ -239,20 +221,22 @@ def _exception_finding(
         ranks=ranks,
         victims=victims,
         frame=frame,
-        evidence=[observed, *led_to_it(exception), *extra, *facts],
+        evidence=[observed, *led_to_it(exception), *extra, *known],
         fix=fix,
         certainty="proven",
         step=root.rank.step,
         phase=root.rank.innermost.phase if root.rank.innermost is not None else None,
         began=root.began,
         now=evidence.now,
+        facts=facts_of(exception),
     )
 
 
-def _own_words(exception: Mapping[str, Any]) -> str:
+def _own_words(exception: ExceptionEvent) -> str:
     """The sentence of an error that is ours and has a code; empty for all others."""
-    found = _OWN_SENTENCE.match(str(exception.get("message", "")).strip())
-    return " ".join(found[1].split()) if found and exception.get("type") in _OWN_TYPES else ""
+    code = exception.own_code
+    of_numbers = code.startswith("MC4")  # the guard's: the line is the script's
+    return " ".join(exception.message.removeprefix(f"[{code}]").split()) if code and not of_numbers else ""
 
 
 def _file_being_read(rank: RankEvidence, before: float) -> str:
@@ -271,29 +255,30 @@ def _memory_history(rank: RankEvidence) -> list[str]:
     return [f"observed: resident memory (RSS) {first:.2f} GiB at first, {most:.2f} GiB at its highest"]
 
 
-def _signal_finding(evidence: Evidence, root: Failure, victims: list[int], facts: list[str]) -> Finding:
-    rank, end = root.rank, root.rank.exit
-    number = end.signal if end is not None and end.signal is not None else 0
-    name = _signal_name(number)
-    code, title, extra, frame = _explain_signal(evidence, rank, number, name)
+def _signal_finding(evidence: Evidence, root: Failure, number: int, victims: list[int], known: list[str]) -> Finding:
+    rank, name = root.rank, signal_name(number)
+    death = _explain_signal(evidence, rank, number, name)
+    last = death.frame if death.by_a_kill else None
     return make_finding(
-        code,
-        title,
+        death.code,
+        f"rank {rank.rank} {death.title}",
         ranks=[rank.rank],
         victims=victims,
-        frame=frame,
+        frame=death.frame,
         evidence=[
-            f"observed: process {end.pid if end else '?'} of rank {rank.rank} ended by {name}",
-            *([f"observed: its {LAST_RECORDED} is {frame.site}"] if _by_record(rank, code, number) and frame else []),
-            *extra,
-            *facts,
+            f"observed: process {rank.exit.pid if rank.exit is not None else '?'} of rank {rank.rank} ended by {name}",
+            *([f"observed: its last recorded line is {last.site}"] if last is not None else []),
+            *death.evidence,
+            *known,
         ],
         certainty="proven",
         step=rank.step,
         phase=rank.innermost.phase if rank.innermost is not None else None,
-        fix=_TIDY_END if code == "MC306" and _script_was_over(rank) else (),
+        fix=_TIDY_END if death.cause == "after_the_script" else (),
         began=root.began,
         now=evidence.now,
+        cause=death.cause,
+        facts={"signal": name, **({"last_recorded": True} if last is not None else {})},
     )
 
 
@@ -301,53 +286,66 @@ def _limit_setting(evidence: Evidence) -> str:
     return "launch.memory_limit_gb" if evidence.ours else "--memory-limit-gb"
 
 
-def _explain_signal(
-    evidence: Evidence, rank: RankEvidence, number: int, name: str
-) -> tuple[str, str, list[str], Frame | None]:
+@dataclass(frozen=True)
+class _Death:
+    """What a death by a signal means. `by_a_kill`: the frame is where the rank was last seen, not the cause."""
+
+    code: str
+    title: str
+    evidence: list[str]
+    frame: Frame | None
+    cause: str | None = None
+    by_a_kill: bool = False
+
+
+def _explain_signal(evidence: Evidence, rank: RankEvidence, number: int, name: str) -> _Death:
     memory = _memory_history(rank)
     pid = rank.exit.pid if rank.exit is not None else rank.pid
     if number == signal.SIGKILL:
         kills = [r for r in evidence.said("oom") if r.get("pid") in (None, 0, pid)]
         by_limit = next((k for k in kills if k.get("source") in ("cgroup", "limit")), None)
         if by_limit is not None:
-            whose = "its cgroup's memory limit" if by_limit.get("source") == "cgroup" else _limit_setting(evidence)
-            title = f"rank {rank.rank} was killed by {whose}"
-            return "MC305", title, [f"observed: {by_limit.get('detail')}", *memory], rank.last_site()
+            of_cgroup = by_limit.get("source") == "cgroup"
+            whose = "its cgroup's memory limit" if of_cgroup else _limit_setting(evidence)
+            cause = "cgroup" if of_cgroup else "own_limit"
+            known = [f"observed: {by_limit.get('detail')}", *memory]
+            return _Death("MC305", f"was killed by {whose}", known, rank.last_site(), cause, by_a_kill=True)
         if kills:
-            title = f"rank {rank.rank} was killed by the kernel's OOM killer"
-            return "MC304", title, [f"observed: {kills[0].get('detail')}", *memory], rank.last_site()
+            known = [f"observed: {kills[0].get('detail')}", *memory]
+            return _Death("MC304", "was killed by the kernel's OOM killer", known, rank.last_site(), by_a_kill=True)
     if number in _FATAL_SIGNALS:
-        if "bad_alloc" in rank.log_tail or "annot allocate memory" in rank.log_tail:
-            title = f"rank {rank.rank} ran out of host memory and aborted"
-            return "MC307", title, ["observed: its log ends with a failed allocation", *memory], _crash_frame(rank)
-        what = "crashed with a segmentation fault" if number == signal.SIGSEGV else f"crashed with {name}"
-        if sizes := unexpected_size(rank.log_tail):
-            where = f" in {inside}" if (inside := _waiting_in(rank)) else ""
-            title = f"rank {rank.rank} received {sizes[0]} bytes{where} where it expected {sizes[1]}, and aborted"
-            facts = [
-                f"observed: its log ends with gloo's complaint: {sizes[0]} bytes came, {sizes[1]} were expected",
-                "inferred: the other side sent a tensor of another size; which of the two is wrong is not recorded",
-            ]
-            return "MC202", title, facts, _crash_frame(rank)
-        if _script_was_over(rank):
-            over = "observed: the script had ended with code 0; what crashed is the interpreter on its way out"
-            return "MC306", f"rank {rank.rank} {what} after its script had ended", [over], None
-        stack = [f"observed: the crashed thread was at {f.site} in {f.function}" for f in rank.fault_frames[:1]]
-        return "MC306", f"rank {rank.rank} {what}", stack, _crash_frame(rank)
+        return _explain_abort(rank, "a segmentation fault" if number == signal.SIGSEGV else name, memory)
     if number == signal.SIGINT and (interrupt := _interrupt(rank)) is not None:
         frame = user_frame(interrupt)
         raised = [f"observed: KeyboardInterrupt was raised at {frame.site}"] if frame is not None else []
-        return "MC303", f"rank {rank.rank} was ended by KeyboardInterrupt ({name})", [*raised, _NOBODY], frame
-    return "MC303", f"rank {rank.rank} was ended by {name}", [_NOBODY, *memory], rank.last_site()
+        return _Death("MC303", f"was ended by KeyboardInterrupt ({name})", [*raised, _NOBODY], frame, "interrupt")
+    return _Death("MC303", f"was ended by {name}", [_NOBODY, *memory], rank.last_site(), by_a_kill=True)
 
 
-def _interrupt(rank: RankEvidence) -> Mapping[str, Any] | None:
+def _explain_abort(rank: RankEvidence, what: str, memory: list[str]) -> _Death:
+    """The rank's own code, or a library, crashed."""
+    frame = innermost_user(rank.fault_frames) or rank.last_site()
+    if "bad_alloc" in rank.log_tail or "annot allocate memory" in rank.log_tail:
+        known = ["observed: its log ends with a failed allocation", *memory]
+        return _Death("MC307", "ran out of host memory and aborted", known, frame, "aborted")
+    if sizes := unexpected_size(rank.log_tail):
+        where = f" in {inside}" if (inside := _waiting_in(rank)) else ""
+        known = [
+            f"observed: its log ends with gloo's complaint: {sizes[0]} bytes came, {sizes[1]} were expected",
+            "inferred: the other side sent a tensor of another size; which of the two is wrong is not recorded",
+        ]
+        title = f"received {sizes[0]} bytes{where} where it expected {sizes[1]}, and aborted"
+        return _Death("MC202", title, known, frame)
+    if _script_was_over(rank):
+        over = "observed: the script had ended with code 0; what crashed is the interpreter on its way out"
+        return _Death("MC306", f"crashed with {what} after its script had ended", [over], None, "after_the_script")
+    stack = [f"observed: the crashed thread was at {f.site} in {f.function}" for f in rank.fault_frames[:1]]
+    return _Death("MC306", f"crashed with {what}", stack, frame)
+
+
+def _interrupt(rank: RankEvidence) -> UncaughtException | None:
     """A KeyboardInterrupt that nobody caught: the interpreter then ends itself by SIGINT."""
-    return next((e for e in reversed(rank.exceptions) if e.get("type") == "KeyboardInterrupt"), None)
-
-
-def _by_record(rank: RankEvidence, code: str, number: int) -> bool:
-    return code in PLACED_BY_RECORD and not (number == signal.SIGINT and _interrupt(rank) is not None)
+    return next((error for error in reversed(rank.exceptions) if error.type == "KeyboardInterrupt"), None)
 
 
 def _waiting_in(rank: RankEvidence) -> str:
@@ -360,37 +358,31 @@ def _waiting_in(rank: RankEvidence) -> str:
 
 def _script_was_over(rank: RankEvidence) -> bool:
     """It had come to the end of its script, and no line of it ran any more (a __del__ or an atexit handler does)."""
-    said = rank.happened("exit")
-    return bool(said) and said[-1].get("code") == 0 and innermost_user(rank.fault_frames) is None
-
-
-def _crash_frame(rank: RankEvidence) -> Frame | None:
-    return innermost_user(rank.fault_frames) or rank.last_site()
+    said = rank.announced_exit
+    return said is not None and said.code == 0 and innermost_user(rank.fault_frames) is None
 
 
 def _exit_code_finding(
-    evidence: Evidence, root: Failure, ranks: list[int], victims: list[int], facts: list[str]
+    evidence: Evidence, root: Failure, ranks: list[int], victims: list[int], known: list[str]
 ) -> Finding:
-    rank, end = root.rank, root.rank.exit
-    code = end.code if end is not None else None
-    exits = rank.happened("exit")
-    via = str(exits[-1].get("via") or "") if exits else ""
+    rank = root.rank
+    code = rank.exit.code if rank.exit is not None else None
+    said = rank.announced_exit or Exit()
     # It called no exit and left with a code all the same: what is raised and not called is not seen from inside.
-    guessed = via == "return" and bool(code) and code != _UNFLUSHED
-    via = "" if guessed else via
-    words = str(exits[-1].get("message") or "").split("\n")[0][:160] if exits else ""
+    guessed = said.via == "return" and bool(code) and code != _UNFLUSHED
+    via = "" if guessed else said.via
+    words = (said.message or "").split("\n")[0][:160]
     last = rank.last_site()
     raising = only_system_exit(last, code) if (guessed or via == "SystemExit") and last is not None else None
-    frame = (user_frame(exits[-1]) if exits else None) or raising or last
+    frame = said.user_frame or raising or last
     missed = bool(victims) or _others_go_on(evidence, rank)
     swallowed = last_swallowed(evidence, rank.rank)
     if swallowed is not None and missed and not went_on(rank, swallowed):
         place = f" at {frame.site}" if frame is not None else ""
         left = f"observed: the script caught it and exited with code {code}" + (f" through {via}{place}" if via else "")
-        caught = Failure(rank, root.began, swallowed, victim=False)
-        return _exception_finding(evidence, caught, ranks, victims, [left, *facts])
+        return _exception_finding(evidence, root, swallowed, ranks, victims, [left, *known])
     if swallowed is not None and missed:
-        return swallowed_finding(evidence, rank.rank, swallowed, victims, facts)
+        return swallowed_finding(evidence, rank.rank, swallowed, victims, known)
     return make_finding(
         "MC313",
         f"{ranks_text(ranks)} exited with code {code}" + (f": {words}" if words else " without an exception"),
@@ -401,7 +393,7 @@ def _exit_code_finding(
             f"observed: {ranks_text(ranks)} exited with code {code}" + (f" through {via}" if via else ""),
             *(["inferred: it raised SystemExit, since it called no exit and no exception was left"] if guessed else []),
             *([f"inferred: {raising.site} is the only `raise SystemExit` of that file"] if raising else []),
-            *facts,
+            *known,
         ],
         certainty="proven" if missed else "observed",
         # All ranks that end with a code of their own choice, and nobody waiting, is a decision of the script.
@@ -410,6 +402,7 @@ def _exit_code_finding(
         phase="exit",
         began=root.began,
         now=evidence.now,
+        facts={"exit_code": code, **({"via": via} if via else {}), **({"message": words} if words else {})},
     )
 
 
@@ -436,21 +429,22 @@ def _only_victims(
     gone = [
         r.rank for r in evidence.ranks.values() if r.exit is not None and r.exit.ok and r.exit.t <= first.began + 2.0
     ]
-    text = str((first.exception or {}).get("message", "")).split("\n")[0][:200]
+    error = first.exception or UncaughtException()
+    text = error.message.split("\n")[0][:200]
     waiting = [v for v in victims if _fatal_exception(evidence.of(v)) is None]
-    facts = [f"observed: rank {first.rank.rank} lost its peer: {text}", *waiting_text(waits, waiting)]
+    known = [f"observed: rank {first.rank.rank} lost its peer: {text}", *waiting_text(waits, waiting)]
     if gone:
-        return [departed_finding(evidence, tables, gone, victims, facts)]
-    apart = met_the_wrong_members(evidence, victims, facts)
+        return [departed_finding(evidence, tables, gone, victims, known)]
+    apart = met_the_wrong_members(evidence, victims, known)
     if apart is not None:
         return [apart]
-    held_up = gave_up_finding(evidence, tables, first.rank.rank, first.exception or {}, victims, waits)
+    held_up = gave_up_finding(evidence, tables, first.rank.rank, error, victims, waits)
     if held_up is not None:
         return [held_up]
     for number in evidence.all_ranks:
-        record = last_swallowed(evidence, number)
-        if record is not None and not (evidence.live and _leaves(evidence.of(number), record)):
-            return [swallowed_finding(evidence, number, record, [v for v in victims if v != number], facts)]
+        caught = last_swallowed(evidence, number)
+        if caught is not None and not (evidence.live and _leaves(evidence.of(number), caught)):
+            return [swallowed_finding(evidence, number, caught, [v for v in victims if v != number], known)]
     if any(r.alive for r in evidence.ranks.values()) and evidence.live:
         return []
     return [
@@ -459,8 +453,8 @@ def _only_victims(
             "a peer was lost, and no rank known here failed by itself",
             ranks=[],
             victims=victims,
-            frame=user_frame(first.exception or {}) or first.rank.last_site(),
-            evidence=facts,
+            frame=user_frame(error) or first.rank.last_site(),
+            evidence=known,
             certainty="suspected",
             step=first.rank.step,
             phase="collective",
@@ -470,13 +464,6 @@ def _only_victims(
     ]
 
 
-def _leaves(rank: RankEvidence, record: Mapping[str, Any]) -> bool:
+def _leaves(rank: RankEvidence, caught: CaughtException) -> bool:
     """It caught an exception and does nothing more: with which code it ends is about to be known."""
-    return rank.alive and not went_on(rank, record)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return rank.alive and not went_on(rank, caught)

@@ -9,7 +9,7 @@ from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.diagnose.issues import GroupTable, Issue, is_issue
 from model_check.diagnose.joining import met_the_wrong_members
-from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding, user_frame
+from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding
 from model_check.diagnose.uneven import short_of_data, uneven_finding
 from model_check.record import Finding
 from model_check.record.error_texts import is_store_loss
@@ -32,8 +32,7 @@ def departed_finding(
         return uneven_finding(evidence, out, victims, [*_exit_facts(evidence, gone), *facts])
     if any(_lost_the_store(evidence.of(rank)) for rank in victims) and first.rank == 0:
         return _left(evidence, "MC309", "rank 0, which hosts the store, is gone", first, victims, facts)
-    how = _way_out(first)
-    if how in ("sys.exit", "os._exit"):
+    if _way_out(first) in ("sys.exit", "os._exit"):
         title = f"rank {first.rank} left early with exit code 0"
         return _left(evidence, "MC308", title, first, victims, facts)
     lonely = _lonely_call(tables, gone, victims)
@@ -62,8 +61,7 @@ def _left_at(rank: RankEvidence) -> float | None:
 
 
 def _way_out(rank: RankEvidence) -> str:
-    exits = rank.happened("exit")
-    return str(exits[-1].get("via") or "") if exits else ""
+    return rank.announced_exit.via if rank.announced_exit is not None else ""
 
 
 def _left(
@@ -75,15 +73,13 @@ def _left(
     facts: list[str],
     cause: str | None = None,
 ) -> Finding:
-    exits = rank.happened("exit")
-    asked = user_frame(exits[-1]) if exits else None
-    frame = asked or _last_collective(rank) or rank.last_site()
+    asked = rank.announced_exit.user_frame if rank.announced_exit is not None else None
     return make_finding(
         code,
         title,
         ranks=[rank.rank],
         victims=victims,
-        frame=frame,
+        frame=asked or _last_collective(rank) or rank.last_site(),
         evidence=[*_exit_facts(evidence, [rank.rank]), *facts],
         certainty="proven",
         step=rank.step,
@@ -91,6 +87,7 @@ def _left(
         began=_left_at(rank),
         now=evidence.now,
         cause=cause,
+        facts={"via": _way_out(rank)} if _way_out(rank) else None,
     )
 
 
@@ -116,7 +113,7 @@ def _exit_facts(evidence: Evidence, ranks: Iterable[int]) -> list[str]:
 def _lost_the_store(rank: RankEvidence) -> bool:
     if rank.innermost is not None and rank.innermost.phase == "store":
         return True
-    return any(is_store_loss(f"{e.get('type')}: {e.get('message')}") for e in rank.exceptions)
+    return any(is_store_loss(f"{error.type}: {error.message}") for error in rank.exceptions)
 
 
 def _lonely_call(tables: Sequence[GroupTable], gone: Sequence[int], victims: Sequence[int]) -> Issue | None:

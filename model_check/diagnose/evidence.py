@@ -10,6 +10,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from model_check.record.events import Event
+from model_check.record.events.crashes import Exit, UncaughtException
+from model_check.record.events.job import RankExit, SignalSent
 from model_check.record.events.process import (
     GroupJoined,
     JobOver,
@@ -20,7 +22,6 @@ from model_check.record.events.process import (
     StopReason,
 )
 from model_check.record.flight import FlightEntry
-from model_check.record.rank_exits import RankExit
 from model_check.record.ring import WAIT_PHASES as WAIT_PHASES
 from model_check.record.ring import Crumb
 from model_check.record.stacks import Frame, ProcessStacks
@@ -164,8 +165,13 @@ class RankEvidence:
         return [event for event in self.told if isinstance(event, kind)]
 
     @cached_property
-    def exceptions(self) -> list[Mapping[str, Any]]:
-        return self.happened("exception")
+    def exceptions(self) -> list[UncaughtException]:
+        return self.happened(UncaughtException)
+
+    @cached_property
+    def announced_exit(self) -> Exit | None:
+        """How it said that it leaves, the last time."""
+        return next(iter(reversed(self.happened(Exit))), None)
 
     def rank_stacks(self) -> list[ProcessStacks]:
         """Rounds of this rank's own process that could be taken, oldest first."""
@@ -253,12 +259,7 @@ class Evidence:
     @cached_property
     def signals_sent(self) -> dict[int, float]:
         """When the launcher first told a rank to end."""
-        sent: dict[int, float] = {}
-        for record in self.said("signal_sent"):
-            rank, t = record.get("rank"), record.get("t")
-            if isinstance(rank, int) and isinstance(t, (int, float)):
-                sent.setdefault(rank, float(t))
-        return sent
+        return {sent.rank: sent.t for sent in reversed(self.said(SignalSent))}
 
     def stands(self, rank: int) -> bool:
         """It lives, or lived until the launcher ended it."""

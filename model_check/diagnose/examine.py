@@ -182,13 +182,11 @@ def _outcome(evidence: Evidence, findings: list[Finding]) -> tuple[Outcome, int 
 
 
 def _own_code(evidence: Evidence, ranks: Iterable[int]) -> int | None:
-    """The first code with which one of these ranks failed, or said it would: how it ends when we end it is not its."""
+    """The first code with which one of these ranks failed, or said it would. If we ended a rank, its code is ours."""
     for rank in map(evidence.of, ranks):
         end = rank.exit
         if end is not None and not end.ok and not evidence.ended_by_us(rank.rank):
             return end.exit_code
-        said = rank.happened("exit")
-        code = said[-1].get("code") if said else None
-        if isinstance(code, int) and code:
-            return code
+        if rank.announced_exit is not None and rank.announced_exit.code:
+            return rank.announced_exit.code
     return None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from model_check.diagnose.evidence import Evidence
 from model_check.record.error_texts import (
@@ -14,13 +13,11 @@ from model_check.record.error_texts import (
     HOST_OOM,
     NO_ROOM,
     PORT_TAKEN,
-    frames_told,
     is_dead_worker,
 )
+from model_check.record.events.crashes import ExceptionEvent
 from model_check.record.events.process import PortHeld
 
-# An error of our own that says its code itself.
-_NAMED = re.compile(r"\[(MC6(?:0[1-9]|10))\] ")
 _NO_GPU = re.compile(
     r"invalid device ordinal|no CUDA GPUs are available|devices? (is|are) busy or unavailable|Duplicate GPU detected|"
     r"no CUDA-capable device|Found no NVIDIA driver|Torch not compiled with CUDA|"
@@ -43,49 +40,47 @@ _REFUSED = re.compile(r"Unsupported (global|class|operand)|weights_only.{0,40}To
 _CHECKPOINT_FILES = ("torch/serialization.py", "safetensors/", "torch/distributed/checkpoint/")
 _CHECKPOINT_TEXT = re.compile(r"\b(torch|pickle|joblib|np|numpy)\.load\(|\bload_file\(|\bsafe_open\(")
 _MAKES_DIRECTORY = re.compile(r"\bmkdir\(|\bmakedirs\(|\.mkdir\(|\brmtree\(|\bsymlink|\brename\(|\breplace\(")
+_READS = re.compile(r"load|read|open|from_file|decode|restore|from_pretrained", re.I)
+
+# Code, title, names of exception classes, and what their text says; the first that fits counts.
+_SUBJECTS: tuple[tuple[str, str, tuple[str, ...], re.Pattern[str] | None], ...] = (
+    ("MC310", "{who} cannot import: {text}", ("ImportError", "ModuleNotFoundError"), None),
+    ("MC501", "{who} ran out of device memory", ("OutOfMemoryError",), DEVICE_OOM),
+    ("MC311", "an assertion failed on the device of {who}", (), DEVICE_ASSERT),
+    ("MC312", "the device of {who} failed", (), DEVICE_LOST),
+    ("MC104", "{who} has no usable GPU: {text}", (), _NO_GPU),
+    ("MC307", "{who} ran out of host memory", ("MemoryError",), HOST_OOM),
+    ("MC604", "{who} could not write: the disk, a quota or a limit on file sizes leaves no room", (), NO_ROOM),
+    ("MC604", "{who} could not write a file to its end: most likely its disk has no room", (), _SHORT_WRITE),
+)
 
 
-def classify_exception(
-    exception: Mapping[str, Any], *, evidence: Evidence | None = None, ranks: Iterable[int] = ()
-) -> tuple[str, str]:
+def classify_exception(error: ExceptionEvent, evidence: Evidence, ranks: Iterable[int]) -> tuple[str, str]:
     """The code, and the title with `{who}` for the ranks; an empty title means: quote the exception."""
-    kind = str(exception.get("root_type") or exception.get("type") or "").rpartition(".")[2]
-    text = f"{exception.get('message') or ''} {exception.get('root_message') or ''}"
-    if named := _NAMED.match(text):
-        return named[1], ""
+    kind = (error.root_type or error.type).rpartition(".")[2]
+    text = f"{error.message} {error.root_message or ''}"
+    if error.own_code.startswith("MC6"):
+        return error.own_code, ""
     if PORT_TAKEN.search(text):
         return "MC103", _port_title(evidence)
-    if is_dead_worker(exception):
+    if is_dead_worker(error):
         return "MC216", "a loader worker of {who} died"
-    if kind in ("ImportError", "ModuleNotFoundError"):
-        return "MC310", f"{{who}} cannot import: {_short(text)}"
-    if kind == "OutOfMemoryError" or DEVICE_OOM.search(text):
-        return "MC501", "{who} ran out of device memory"
-    if DEVICE_ASSERT.search(text):
-        return "MC311", "an assertion failed on the device of {who}"
-    if DEVICE_LOST.search(text):
-        return "MC312", "the device of {who} failed"
-    if _NO_GPU.search(text):
-        return "MC104", f"{{who}} has no usable GPU: {_short(text)}"
-    if kind == "MemoryError" or HOST_OOM.search(text):
-        return "MC307", "{who} ran out of host memory"
-    if NO_ROOM.search(text):
-        return "MC604", "{who} could not write: the disk, a quota or a limit on file sizes leaves no room"
-    if _SHORT_WRITE.search(text):
-        return "MC604", "{who} could not write a file to its end: most likely its disk has no room"
-    some_only = evidence is None or len(set(ranks)) < max(1, evidence.world_size)
-    if some_only and kind == "FileExistsError" and _touches_directory(exception):
+    for code, title, kinds, pattern in _SUBJECTS:
+        if kind in kinds or (pattern is not None and pattern.search(text)):
+            return code, title.replace("{text}", _short(text))
+    some_only = len(set(ranks)) < max(1, evidence.world_size)
+    if some_only and kind == "FileExistsError" and _touches_directory(error):
         return "MC107", f"{{who}} lost a race for a directory: {_short(text)}"
     torn = (kind in _TORN_TYPES or _TORN.search(text)) and not _REFUSED.search(text)
-    if torn and _reads_checkpoint(exception) and (not some_only or _nobody_writes(evidence, ranks)):
+    if torn and _reads_checkpoint(error) and (not some_only or _nobody_writes(evidence, ranks)):
         return "MC601", "{who} read a file that is damaged or cut off"
-    if some_only and torn and _reads_file(exception):
+    if some_only and torn and _reads_file(error):
         return "MC110", "{who} read a file that another rank was still writing"
     return "MC301", ""
 
 
-def _port_title(evidence: Evidence | None) -> str:
-    holders = evidence.said(PortHeld) if evidence is not None else []
+def _port_title(evidence: Evidence) -> str:
+    holders = evidence.said(PortHeld)
     if not holders:
         return "the port {who} wants to listen on is taken"
     held = holders[-1]
@@ -97,35 +92,26 @@ def _short(text: str) -> str:
     return text.strip().split("\n")[0][:120]
 
 
-def _touches_directory(exception: Mapping[str, Any]) -> bool:
-    frames = frames_told(exception)
-    if any(f.get("function") in ("mkdir", "makedirs", "rmtree", "rename", "replace", "symlink_to") for f in frames):
+def _touches_directory(error: ExceptionEvent) -> bool:
+    frames = error.frames_told
+    if any(f.function in ("mkdir", "makedirs", "rmtree", "rename", "replace", "symlink_to") for f in frames):
         return True
-    texts = [str(f.get("text") or "") for f in frames]
-    return any(_MAKES_DIRECTORY.search(text) for text in texts) or not any(texts)
+    return any(_MAKES_DIRECTORY.search(f.text) for f in frames) or not any(f.text for f in frames)
 
 
-def _reads_checkpoint(exception: Mapping[str, Any]) -> bool:
+def _reads_checkpoint(error: ExceptionEvent) -> bool:
     """Whether it was raised while loading with torch, safetensors, pickle or numpy."""
     return any(
-        any(part in str(frame.get("file") or "") for part in _CHECKPOINT_FILES)
-        or _CHECKPOINT_TEXT.search(str(frame.get("text") or ""))
-        for frame in frames_told(exception)
+        any(part in frame.file for part in _CHECKPOINT_FILES) or _CHECKPOINT_TEXT.search(frame.text)
+        for frame in error.frames_told
     )
 
 
-def _nobody_writes(evidence: Evidence | None, ranks: Iterable[int]) -> bool:
+def _nobody_writes(evidence: Evidence, ranks: Iterable[int]) -> bool:
     """Every other rank waits for its peers or has failed too, so none can be writing a file."""
-    if evidence is None:
-        return False
     others = [evidence.of(rank) for rank in evidence.all_ranks if rank not in set(ranks)]
     return all(rank.blocking is not None or rank.exceptions for rank in others)
 
 
-def _reads_file(exception: Mapping[str, Any]) -> bool:
-    names = ("load", "read", "open", "from_file", "decode", "loads", "restore", "from_pretrained")
-    for frame in frames_told(exception):
-        called = f"{frame.get('function') or ''} {frame.get('text') or ''}".lower()
-        if any(name in called for name in names):
-            return True
-    return False
+def _reads_file(error: ExceptionEvent) -> bool:
+    return any(_READS.search(f"{frame.function} {frame.text}") for frame in error.frames_told)

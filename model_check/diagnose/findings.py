@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from model_check.diagnose.catalogue import CATALOGUE
+from model_check.diagnose.catalogue import CATALOGUE, COMMON_FACTS
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.waits import Wait
 from model_check.record import Finding
 from model_check.record.stacks import Frame
 from model_check.record.verdict import Certainty, Severity
-
-# A kill leaves no frame: the line of these findings is where the rank was last seen, not the cause.
-PLACED_BY_RECORD = frozenset({"MC303", "MC304", "MC305"})
-LAST_RECORDED = "last recorded line"
-NO_LONGER_TRAINED = "the run no longer trained"
-LOST_ITS_PEER = "then lost its peer"
-THEN = re.compile(r"^observed: ranks? [\d, and]+ then ")  # what followed from the rest of the evidence
 
 
 def make_finding(
@@ -47,7 +39,8 @@ def make_finding(
     guilty = sorted(set(ranks))
     entry = CATALOGUE[code]
     assert cause is None or cause in entry.causes, f"{code} lists no cause {cause!r}"
-    assert not facts or facts.keys() <= entry.facts.keys(), f"{code} lists no facts {set(facts) - set(entry.facts)}"
+    unlisted = set(facts or ()) - entry.facts.keys() - COMMON_FACTS.keys()
+    assert not unlisted, f"{code} lists no facts {unlisted}"
     return Finding(
         code=code,
         title=title,
@@ -75,6 +68,20 @@ def for_its_reader(finding: Finding, *, ours: bool) -> Finding:
     if not ours or not entry.ours or not set(entry.fix) & set(finding.fix):
         return finding
     return replace(finding, fix=[*(line for line in finding.fix if line not in entry.fix), *entry.ours])
+
+
+def ended_by_text(finding: Finding) -> list[str]:
+    """How the script ended because of what the finding says; empty where it did not."""
+    end = finding.facts.get("ended_by")
+    if end is None:
+        return []
+    who = ranks_text(end["ranks"])
+    words = f": {end['message']}" if end.get("message") else f" in `{end['statement']}`" if "statement" in end else ""
+    if "exception" in end:
+        where = f" at {end['location']} in {end['function']}" if end["location"] else ""
+        return [f"observed: {who} then raised {end['exception']}{words}{where}"]
+    way = f" through {end['via']}" if "via" in end else ""
+    return [f"observed: {who} then exited with code {end['exit_code']}{way}{words}"]
 
 
 def waiting_text(waits: Mapping[int, Wait], ranks: Iterable[int]) -> list[str]:

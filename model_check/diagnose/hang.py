@@ -264,9 +264,8 @@ def _dead_thread(s: StuckRank) -> Explanation | None:
     died = s.failed_threads
     if not died or s.main is None or not frames.waits_between_threads(s.main):
         return None
-    record = died[-1]
-    name, kind = record.get("thread") or "?", record.get("type") or "an exception"
-    raised = raised_at(s.rank, record)
+    name, kind = died[-1].thread or "?", died[-1].type or "an exception"
+    raised = raised_at(s.rank, died[-1])
     where = f" at {raised.site} in {raised.function}" if raised is not None else ""
     facts = [
         *_failed_threads(s),
@@ -279,13 +278,13 @@ def _dead_thread(s: StuckRank) -> Explanation | None:
 
 def _failed_threads(s: StuckRank) -> list[str]:
     lines = []
-    for record in s.failed_threads[-_MOST_THREADS:]:
-        message = str(record.get("message") or "").split("\n")[0][:200]
-        raised = raised_at(s.rank, record)
+    for error in s.failed_threads[-_MOST_THREADS:]:
+        message = error.message.split("\n")[0][:200]
+        raised = raised_at(s.rank, error)
         where = f" at {raised.site} in {raised.function}" if raised is not None else ""
         lines.append(
-            f"observed: thread {record.get('thread') or '?'} of rank {s.rank.rank} died of "
-            f"{record.get('type') or 'an exception'}: {message}{where}"
+            f"observed: thread {error.thread or '?'} of rank {s.rank.rank} died of "
+            f"{error.type or 'an exception'}: {message}{where}"
         )
     return lines
 

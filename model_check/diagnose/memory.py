@@ -71,10 +71,10 @@ class Account:
         return max(0, self.requested - self.free)
 
 
-def memory_account(rank: RankEvidence, exception: Mapping[str, Any]) -> Account:
-    """The rank's own record of its last moment without memory, or what the message says."""
+def memory_account(rank: RankEvidence, message: str) -> Account:
+    """The rank's own record of its last moment without memory, or what the exception's message says."""
     records = [record for record in rank.happened("out_of_memory") if "failed" not in record]
-    told = _from_message(str(exception.get("message") or ""))
+    told = _from_message(message)
     if not records:
         return told
     account = _from_record(records[-1])

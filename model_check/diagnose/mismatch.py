@@ -14,6 +14,7 @@ from model_check.diagnose.issues import GroupTable, Issue, flight_tables
 from model_check.diagnose.raised import last_swallowed, swallowed_finding, unseen_swallow_finding
 from model_check.diagnose.uneven import left_their_loop, short_of_data, uneven_finding, uneven_steps_finding
 from model_check.record import Finding
+from model_check.record.events.crashes import CaughtException
 from model_check.record.verdict import Certainty, Severity
 
 _OWN_GROUPS = "give each thread a process group of its own: dist.new_group(), made on the main thread of all ranks"
@@ -50,7 +51,7 @@ def _finding(evidence: Evidence, divergence: Divergence) -> Finding:
             rank,
             record,
             victims=set(divergence.calls) - {rank},
-            facts=_calls(divergence),
+            known=_calls(divergence),
             shown_at=max(issue.t for issue in divergence.calls.values()),
         )
     short = short_of_data(evidence, divergence.calls, divergence.calls) if _calls_differ(divergence) else []
@@ -270,7 +271,7 @@ def _tensor(issue: Issue) -> str | None:
     return f"{issue.dtype}[{', '.join(map(str, issue.shape))}]" if issue.shape and issue.dtype != "none" else None
 
 
-def _swallowed_before(evidence: Evidence, divergence: Divergence) -> tuple[int, Mapping[str, Any]] | None:
+def _swallowed_before(evidence: Evidence, divergence: Divergence) -> tuple[int, CaughtException] | None:
     suspects = divergence.guilty or tuple(divergence.calls)
     for rank in suspects:
         record = last_swallowed(evidence, rank, before=divergence.calls[rank].t)
@@ -281,6 +282,6 @@ def _swallowed_before(evidence: Evidence, divergence: Divergence) -> tuple[int, 
     for rank, issue in divergence.calls.items():
         if rank not in suspects and issue.step > behind:
             record = last_swallowed(evidence, rank, before=issue.t)
-            if record is not None and record.get("during") in _IN_STEP:
+            if record is not None and record.during in _IN_STEP:
                 return rank, record
     return None

@@ -15,7 +15,7 @@ from model_check.diagnose.branches import conditions_of
 from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
-from model_check.diagnose.findings import NO_LONGER_TRAINED, make_finding
+from model_check.diagnose.findings import ended_by_text, make_finding
 from model_check.record import Finding
 from model_check.record.events.numerics import GuardFailed
 from model_check.record.stacks import Frame
@@ -44,8 +44,10 @@ def _with_lost_steps(evidence: Evidence, findings: list[Finding]) -> list[Findin
     if not findings or not lost or (findings[0].step or 0) > since:
         return findings
     first = findings[0]
-    said = f"observed: the loss of every step from {since} to {last} is not finite: {NO_LONGER_TRAINED}"
-    return [replace(first, evidence=[*first.evidence, said], fix=[*first.fix, _STOP_AT_ONCE]), *findings[1:]]
+    said = f"observed: the loss of every step from {since} to {last} is not finite: the run no longer trained"
+    facts = {**first.facts, "lost_steps": [since, last]}
+    fix = [*first.fix, _STOP_AT_ONCE]
+    return [replace(first, evidence=[*first.evidence, said], fix=fix, facts=facts), *findings[1:]]
 
 
 def _bad_to_the_end(rank: RankEvidence) -> tuple[int, int] | None:
@@ -79,9 +81,8 @@ def unwatched_findings(evidence: Evidence) -> list[Finding]:
 
 def explains_failure(findings: Iterable[Finding], crash: Finding) -> bool:
     """The rank ended because the guard stopped it: what the guard found is the cause, the exception only tells it."""
-    return any(f.severity == "error" and f.code in NONFINITE for f in findings) and any(
-        "NumericsError" in sentence for sentence in crash.evidence
-    )
+    own = "NumericsError" in (crash.facts.get("exception"), crash.facts.get("followed_from"))
+    return own and any(f.severity == "error" and f.code in NONFINITE for f in findings)
 
 
 def stopped_by_it(evidence: Evidence, findings: list[Finding], crash: Finding) -> list[Finding] | None:
@@ -91,10 +92,12 @@ def stopped_by_it(evidence: Evidence, findings: list[Finding], crash: Finding) -
     """
     if not findings or crash.code not in ("MC301", "MC313") or not _followed(evidence, findings[0], crash):
         return None
-    first, (own, *rest) = findings[0], crash.evidence
-    then = re.sub(r" (raised|exited|stopped)\b", r" then \1", own, count=1)
+    first = findings[0]
     victims = {*first.victims, *crash.victims, *crash.ranks} - set(first.ranks) if first.ranks else set()
-    ended = replace(first, severity="error", victims=sorted(victims), evidence=[*first.evidence, then, *rest])
+    end = {"ranks": crash.ranks, "location": crash.location, "function": crash.function, **crash.facts}
+    facts = {**first.facts, "ended_by": end, "stranded": crash.victims}
+    ended = replace(first, severity="error", victims=sorted(victims), facts=facts)
+    ended.evidence = [*first.evidence, *ended_by_text(ended), *crash.evidence[1:]]
     return [ended, *findings[1:]]
 
 
@@ -106,7 +109,7 @@ def _followed(evidence: Evidence, finding: Finding, crash: Finding) -> bool:
     harmless = bool(at_first) and all(r.get("spoils") is False or r.get("action") in _LEFT_OUT for r in at_first)
     if crash.step <= finding.step + 1 and not harmless:
         return True
-    said = [crash.title, *crash.evidence]
+    said = [str(fact) for fact in crash.facts.values()]
     file, _, line = str(crash.location or "").rpartition(":")
     if file and line.isdigit():
         root = evidence.of(crash.ranks[0]).cwd if crash.ranks else ""

@@ -25,10 +25,11 @@ from model_check.diagnose.metrics import read_metrics, vocabulary_of
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
 from model_check.record.events import Event, read_event
+from model_check.record.events.crashes import Exit
+from model_check.record.events.job import RankExit, RankStarted
 from model_check.record.events.process import JobStarted
 from model_check.record.files import open_regular, read_tail
 from model_check.record.flight import read_flight
-from model_check.record.rank_exits import RANK_EXITED, RankExit
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
 from model_check.record.values import objects, seconds, whole
 
@@ -200,7 +201,7 @@ class Reader:
     def read(self, *, live: bool, now: float | None = None) -> Evidence:
         damage = self._supervisor.update()
         supervisor = self._supervisor.records
-        exits, starts = _exits_and_starts(supervisor)
+        exits, starts = _exits_and_starts(self._supervisor.events)
         take_samples(self._supervisor.fresh, self._samples)
         samples = self._samples
         numbers = self._rank_numbers() | set(exits) | set(starts) | set(samples)
@@ -259,14 +260,12 @@ class Reader:
         began = whole(header.get("start_monotonic_ns")) / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
-        earlier = [_of_earlier_life(e, whole(header.get("pid")), began) for e in tail.records]
+        earlier = [_of_earlier_life(e, whole(header.get("pid")), began) for e in tail.events]
         events = tuple(e for e, old in zip(tail.records, earlier, strict=True) if not old)
         told = tuple(e for e, old in zip(tail.events, earlier, strict=True) if not old)
         if exit is not None and exit.t < began and exit.pid != header.get("pid"):
             exit = None  # of an earlier life: a rank that no launcher of ours started says of none that it began
-        announced = _announced_exit(
-            events, rank, whole(header.get("pid")), believed_before if exit is None else math.inf
-        )
+        announced = _announced_exit(told, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
         exit = _first_end(announced, exit)
         files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
         read = partial(read_stacks, show=place.frame)
@@ -320,18 +319,15 @@ def _round_of(path: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _exits_and_starts(supervisor: list[dict[str, Any]]) -> tuple[dict[int, RankExit], dict[int, float]]:
+def _exits_and_starts(journal: Iterable[Event]) -> tuple[dict[int, RankExit], dict[int, float]]:
     exits: dict[int, RankExit] = {}
     starts: dict[int, float] = {}
-    for record in supervisor:
-        rank = record.get("rank")
-        if not is_rank(rank):
-            continue
-        if record.get("event") == "rank_started":
-            starts[rank] = seconds(record)
-            exits.pop(rank, None)
-        elif record.get("event") == RANK_EXITED:
-            exits[rank] = RankExit.from_json(record)
+    for event in journal:
+        if isinstance(event, RankStarted) and is_rank(event.rank):
+            starts[event.rank] = event.t
+            exits.pop(event.rank, None)
+        elif isinstance(event, RankExit) and is_rank(event.rank):
+            exits[event.rank] = event
     return exits, starts
 
 
@@ -342,24 +338,22 @@ def _first_end(announced: RankExit | None, exit: RankExit | None) -> RankExit | 
     return announced if exit.signal in _TOLD_TO_END and announced.t <= exit.t else exit
 
 
-def _of_earlier_life(event: Mapping[str, Any], pid: int, began: float) -> bool:
+def _of_earlier_life(event: Event, pid: int, began: float) -> bool:
     """A restarted rank appends to the file of its first life, whose failure its launcher has already forgiven."""
-    t = seconds(event) or began
-    return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and whole(event.get("pid") or pid) != pid)
+    t = event.t or began
+    return t < began - _EARLIER_LIFE_S or (t < began and pid > 0 and (event.pid or pid) != pid)
 
 
-def _announced_exit(
-    events: Iterable[Mapping[str, Any]], rank: int, pid: int, believed_before: float
-) -> RankExit | None:
+def _announced_exit(told: Iterable[Event], rank: int, pid: int, believed_before: float) -> RankExit | None:
     """A rank that announces exit code 0 takes part in nothing more, though its process may need seconds to end.
 
     A rank that did not call exit does not know its code: to it, `raise SystemExit(3)` looks like a return. Its process
     gets time to end with the true code.
     """
-    for record in events:
-        if record.get("event") == "exit" and record.get("code") == 0 and record.get("pid") == pid:
-            guessed = record.get("via") == "return" and seconds(record) > believed_before
-            return None if guessed else RankExit(rank, pid, 0, None, seconds(record))
+    for event in told:
+        if isinstance(event, Exit) and event.code == 0 and event.pid == pid:
+            guessed = event.via == "return" and event.t > believed_before
+            return None if guessed else RankExit(t=event.t, rank=rank, pid=pid, code=0)
     return None
 
 

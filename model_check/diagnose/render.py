@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from model_check.diagnose.collectives import ranks_text
-from model_check.diagnose.findings import LAST_RECORDED, LOST_ITS_PEER, NO_LONGER_TRAINED, THEN
+from model_check.diagnose.findings import ended_by_text
 from model_check.diagnose.numerics import NONFINITE
 from model_check.diagnose.source import lines_around
 from model_check.record import Finding, Verdict
@@ -49,14 +49,13 @@ def _head(finding: Finding, color: bool) -> str:
 
 def _as_above(finding: Finding, color: bool) -> str:
     bar = _paint("=", _BLUE, color)
-    since = [sentence for sentence in finding.evidence if THEN.search(sentence)]
-    return "\n".join([f"{_head(finding, color)} (as above)", *(f"  {bar} {printable(said)}" for said in since)])
+    since = [f"  {bar} {printable(said)}" for said in ended_by_text(finding)]
+    return "\n".join([f"{_head(finding, color)} (as above)", *since])
 
 
 def _suffered(finding: Finding) -> str:
     """A bad number stops nobody: the others compute on with what they were sent, unless the script stops by itself."""
-    left_alone = any(LOST_ITS_PEER in said or " wait in " in said or " waits in " in said for said in finding.evidence)
-    if finding.code in NONFINITE and not left_alone:
+    if finding.code in NONFINITE and not finding.facts.get("stranded"):
         return "received its bad gradients"
     return f"{'waits' if len(finding.victims) == 1 else 'wait'} or failed because of it"
 
@@ -96,7 +95,7 @@ def _source(finding: Finding, color: bool, root: Path | None) -> list[str]:
     width = _gutter(finding)
     where = f" in {printable(finding.function)}" if finding.function else ""
     known = [f"step {finding.step}"] if finding.step is not None else []
-    known += [LAST_RECORDED] if any(LAST_RECORDED in said for said in finding.evidence) else []
+    known += ["last recorded line"] if finding.facts.get("last_recorded") else []
     step = f" ({', '.join(known)})" if known else ""
     arrow, bar = _paint("-->", _BLUE, color), _paint("|", _BLUE, color)
     lines = [f"{' ' * width}{arrow} {printable(file)}:{line}{where}{step}"]
@@ -132,7 +131,7 @@ def _summary(verdict: Verdict) -> str:
 def _not_trained(verdict: Verdict) -> str:
     """A run with NaN losses ends like any other; only this line says that its time was wasted."""
     for finding in verdict.findings:
-        if any(NO_LONGER_TRAINED in said for said in finding.evidence):
+        if "lost_steps" in finding.facts:
             since = f" from step {finding.step} on" if finding.step is not None else ""
             return f"; it did not train{since} ({finding.code}): --guard halt ends a run there"
     return ""

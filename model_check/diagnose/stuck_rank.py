@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from model_check.diagnose import frames
 from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence
 from model_check.diagnose.source import Loop, enclosing_loop
+from model_check.record.events.crashes import ThreadException
 from model_check.record.stacks import Frame, ProcessStacks, ThreadStack
 
 BUSY_SHARE = 0.5
@@ -91,9 +91,9 @@ class StuckRank:
         return max(0.0, self.evidence.now - since) if since is not None else None
 
     @cached_property
-    def failed_threads(self) -> list[Mapping[str, Any]]:
+    def failed_threads(self) -> list[ThreadException]:
         """Exceptions that ended helper threads of it, oldest first."""
-        return self.rank.happened("thread_exception")
+        return self.rank.happened(ThreadException)
 
     @property
     def busy(self) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.hang import classify_stuck_rank
 from model_check.diagnose.issues import GroupTable, Issue
 from model_check.diagnose.waits import Wait
 from model_check.record import Finding
+from model_check.record.events.crashes import ExceptionEvent
 
 _TIMED_OUT = re.compile(r"tim(ed|es|e) ?out", re.I)
 
@@ -23,12 +23,12 @@ def gave_up_finding(
     evidence: Evidence,
     tables: Sequence[GroupTable],
     number: int,
-    exception: Mapping[str, Any],
+    exception: ExceptionEvent,
     victims: Sequence[int],
     waits: Mapping[int, Wait],
 ) -> Finding | None:
     """What held up the rank that timed out; None where nobody who lives was missing from its call."""
-    text = str(exception.get("message", "")).split("\n")[0]
+    text = exception.message.split("\n")[0]
     last = _last_call(tables, number)
     if last is None or not _TIMED_OUT.search(text):
         return None

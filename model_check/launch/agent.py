@@ -29,6 +29,7 @@ from model_check.launch.logfiles import LogDir
 from model_check.launch.nursery import Nursery, StartRank
 from model_check.launch.signals import StopRequest
 from model_check.record import RunDir
+from model_check.record.events.job import EndedByHook, Restart, StopRequested
 from model_check.record.journal import Journal
 from model_check.record.rank_context import RankContext
 from model_check.record.rank_exits import FailedRank, first_failure, read_error, weigh
@@ -82,7 +83,7 @@ class RankAgent(SimpleElasticAgent):
         spec = worker_group.spec
         attempt = spec.max_restarts - self._remaining_restarts
         if attempt:
-            self._journal.write("restart", attempt=attempt, max_restarts=spec.max_restarts)
+            self._journal.write(Restart(attempt=attempt, max_restarts=spec.max_restarts))
             self._console.say(f"restarting all ranks, attempt {attempt} of {spec.max_restarts}")
         requests: list[StartRank] = []
         for worker in worker_group.workers:
@@ -120,14 +121,14 @@ class RankAgent(SimpleElasticAgent):
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.pids))
         order = self._hooks.on_poll(self._view(ranks)) if self._hooks.on_poll is not None else None
         if order is not None:
-            self._journal.write("ended_by_hook", reason=order.reason)
+            self._journal.write(EndedByHook(reason=order.reason))
             ranks.end(self._graces.failure_s)
             raise JobEnded(order)
         return RunResult(WorkerState.HEALTHY)
 
     def _end_on_request(self, ranks: RankGroup) -> None:
         name = signal.Signals(self._stop.number or signal.SIGTERM).name
-        self._journal.write("stop_requested", signal=name)
+        self._journal.write(StopRequested(signal=name))
         again = {"SIGINT": "; Ctrl-C again ends them now", "SIGTERM": "; SIGTERM again ends them now"}.get(name, "")
         self._console.say(f"{name}: the ranks have {self._graces.stop_s:g} s to save and stop{again}")
         ranks.end(self._graces.stop_s, self._stop.for_ranks, hurry=self._asked_again, lost_s=self._graces.lost_s)

@@ -26,9 +26,9 @@ from model_check.launch.injection import forget_outer_job
 from model_check.launch.reaper import Guard, JobMark
 from model_check.launch.signals import KEYS, Requests
 from model_check.record import RunDir
+from model_check.record.events.job import CLEAN_CODES, RankExit, RankStarted, SignalSent
 from model_check.record.events.process import JobStarted
 from model_check.record.process_identity import is_near, live_pid
-from model_check.record.rank_exits import CLEAN_CODES, RankExit
 from model_check.record.redaction import redact_argv
 from model_check.record.ring import read_header
 from model_check.record.signal_handlers import handle
@@ -184,7 +184,7 @@ class _CommandJob:
         self._identities[pid] = header
         started = header.get("start_monotonic_ns", 0) / 1e9 or time.monotonic()
         self._supervisor.rank_started(rank, pid, started)
-        self._supervisor.journal.write("rank_started", at_monotonic=started, rank=rank, pid=pid)
+        self._supervisor.journal.write(RankStarted(t=started, rank=rank, pid=pid))
         if live_pid(header) is None or not self._watcher.watch(pid):
             self._note_exit(ProcessExit(pid, None, None, time.monotonic()))
 
@@ -195,9 +195,11 @@ class _CommandJob:
         code = exit.code
         if code is None and exit.signal is None:
             code = exit_code_recorded(self._run_dir, rank, exit.pid)
-        noted = RankExit(rank, exit.pid, code, exit.signal, exit.at, signalled_at=self._signalled_at)
+        noted = RankExit(
+            t=exit.at, rank=rank, pid=exit.pid, code=code, signal=exit.signal, signalled_at=self._signalled_at
+        )
         self._exits.append(noted)
-        noted.write(self._supervisor.journal)
+        self._supervisor.journal.write(noted)
         self._supervisor.rank_exited(noted)
 
     # Ending.
@@ -219,14 +221,10 @@ class _CommandJob:
         self._stop_noted = True
         name = signal.Signals(number).name
         for pid, rank in self._rank_of.items():
-            self._supervisor.journal.write(
-                "signal_sent",
-                at_monotonic=self._signalled_at,
-                rank=rank,
-                pid=pid,
-                signal=name,
-                why="passed on to the command",
+            told = SignalSent(
+                t=self._signalled_at or 0.0, rank=rank, pid=pid, signal=name, why="passed on to the command"
             )
+            self._supervisor.journal.write(told)
 
     def _press_on(self) -> None:
         """Ends the command and its ranks after the grace period, or when a second request comes."""
@@ -249,7 +247,7 @@ class _CommandJob:
             self._signalled_at = time.monotonic()
         ranks = self._living_ranks()
         for pid, rank in ranks.items():
-            self._supervisor.journal.write("signal_sent", rank=rank, pid=pid, signal=number.name, why=why)
+            self._supervisor.journal.write(SignalSent(rank=rank, pid=pid, signal=number.name, why=why))
         for pid in [*ranks, *processes.descendants_of(self._process.pid), self._process.pid]:
             processes.send_signal(pid, number)
 
@@ -264,9 +262,7 @@ class _CommandJob:
             self._supervisor.say(f"the command has ended and left {names} running")
             return
         for pid, rank in left.items():
-            self._supervisor.journal.write(
-                "signal_sent", rank=rank, pid=pid, signal="SIGKILL", why="its launcher is gone"
-            )
+            self._supervisor.journal.write(SignalSent(rank=rank, pid=pid, signal="SIGKILL", why="its launcher is gone"))
             for child in [*processes.descendants_of(pid), pid]:
                 processes.send_signal(child, signal.SIGKILL)
 

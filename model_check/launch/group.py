@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 from model_check.errors import LaunchError
 from model_check.launch.nursery import Nursery, RankEnded, RankRefused, RankStarted, StartRank
+from model_check.record.events import job as events
+from model_check.record.events.job import RankExit
 from model_check.record.journal import Journal
-from model_check.record.rank_exits import RankExit
 from model_check.supervise import processes
 
 _STOP_POLL_S = 0.05
@@ -111,23 +112,14 @@ class RankGroup:
         for rank in self.running:
             self._signalled.setdefault(rank, now)
             self._nursery.signal(self.pids[rank], number, tree=tree)
-            self._journal.write(
-                "signal_sent",
-                at_monotonic=now,
-                rank=rank,
-                pid=self.pids[rank],
-                signal=signal.Signals(number).name,
-            )
+            name = signal.Signals(number).name
+            self._journal.write(events.SignalSent(t=now, rank=rank, pid=self.pids[rank], signal=name))
 
     def _on_started(self, message: RankStarted) -> None:
         self.pids[message.rank] = message.pid
         self._rank_of[message.pid] = message.rank
         self._journal.write(
-            "rank_started",
-            at_monotonic=message.at_monotonic,
-            rank=message.rank,
-            pid=message.pid,
-            attempt=self.attempt,
+            events.RankStarted(t=message.at_monotonic, rank=message.rank, pid=message.pid, attempt=self.attempt)
         )
 
     def _on_ended(self, message: RankEnded) -> None:
@@ -144,6 +136,6 @@ class RankGroup:
             signalled_at=self._signalled.get(rank),
         )
         self.exits.append(exit)
-        exit.write(self._journal)
+        self._journal.write(exit)
         if self._on_exit is not None:
             self._on_exit(exit)

@@ -25,9 +25,12 @@ from model_check.launch.programs import ColdFunction, Command, Entry, Program, W
 from model_check.launch.signals import StopBeforeStart, StopRequest
 from model_check.launch.warmstart import DEFAULT_PRELOAD, preload, why_not_warm
 from model_check.record import RunDir
+from model_check.record.events import job as events
+from model_check.record.events.crashes import UncaughtException
+from model_check.record.events.job import EXIT_STOPPED_AND_SAVED, RankExit
 from model_check.record.events.process import JobOver, JobStarted
 from model_check.record.journal import Journal
-from model_check.record.rank_exits import EXIT_STOPPED_AND_SAVED, RankExit, describe
+from model_check.record.rank_exits import describe
 from model_check.supervise.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome
 
 T = TypeVar("T")
@@ -41,7 +44,7 @@ class JobResult:
     outcome: Literal["completed", "failed", "interrupted"]
     exits: tuple[RankExit, ...]
     first_failure: RankExit | None
-    error: dict[str, Any] | None
+    error: UncaughtException | None
     message: str
     log_dir: Path
 
@@ -86,9 +89,9 @@ def launch_job(
     logs = LogDir.create(run_dir)
     with closing(Journal(run_dir)) as journal:
         if old := remove_old_logs(logs.path.parent):
-            journal.write("old_logs_removed", folders=[folder.name for folder in old])
+            journal.write(events.OldLogsRemoved(folders=tuple(folder.name for folder in old)))
         if address_space_gb is not None:
-            journal.write("address_space_limit", gb=address_space_gb)
+            journal.write(events.AddressSpaceLimit(gb=address_space_gb))
         result = _run(
             lambda: _open_nursery(entry, payload, start, preload_modules, needs_cuda, address_space_gb),
             placement,
@@ -125,7 +128,7 @@ def _run(
                 if gate_lines is not None:
                     screen.follow("gate", gate_lines)
                 if cold_because:
-                    journal.write("cold_start", reason=cold_because)
+                    journal.write(events.ColdStart(reason=cold_because))
                     screen.say(f"cold start: {cold_because}")
                 result = _supervise(placement, nursery, journal, logs, stop, screen, max_restarts, graces, hooks)
                 if result.message:

@@ -21,9 +21,12 @@ from typing import Any, NoReturn
 
 from model_check.errors import ModelCheckError
 from model_check.record import JsonlWriter, RunDir
+from model_check.record.events.crashes import UncaughtException
 from model_check.record.rank_context import RankContext
 from model_check.record.rank_exits import CLEAN_CODES
 from model_check.record.redaction import redact_text, secret_values
+from model_check.record.stacks import Frame
+from model_check.record.typed import to_json
 
 SIGNALS_OF_A_RANK = (
     signal.SIGINT,
@@ -166,27 +169,26 @@ def record_exception(context: RankContext, error: BaseException, exit_code: int)
     root = error
     while (earlier := root.__cause__ or root.__context__) is not None:
         root = earlier
-    record = {
-        "event": "exception",
-        "t": time.monotonic(),
-        "time": time.time(),
-        "rank": context.rank,
-        "attempt": context.attempt,
-        "pid": os.getpid(),
-        "exit_code": exit_code,
-        "type": type(error).__name__,
-        "message": _shown(str(error)),
-        "root_type": type(root).__name__,
-        "root_message": _shown(str(root)),
-        "traceback": _shown("".join(traceback.format_exception(error))),
-        "frames": [
-            {"file": frame.filename, "line": frame.lineno, "function": frame.name}
-            for frame in traceback.extract_tb(error.__traceback__)
-        ],
-    }
+    record = UncaughtException(
+        t=time.monotonic(),
+        time=time.time(),
+        pid=os.getpid(),
+        rank=context.rank,
+        attempt=context.attempt,
+        exit_code=exit_code,
+        type=type(error).__name__,
+        message=_shown(str(error)),
+        code=error.code if isinstance(error, ModelCheckError) else None,
+        root_type=type(root).__name__,
+        root_message=_shown(str(root)),
+        traceback=_shown("".join(traceback.format_exception(error))),
+        frames=tuple(
+            Frame(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)
+        ),
+    )
     try:
         writer = JsonlWriter(RunDir(context.run_dir).events(context.rank))
-        writer.write(record)
+        writer.write({"event": record.kind, **to_json(record)})
         writer.close()
     except OSError as refused:
         print(f"the failure could not be recorded in {context.run_dir}: {refused}", file=sys.stderr, flush=True)

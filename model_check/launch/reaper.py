@@ -23,8 +23,10 @@ from typing import NoReturn
 import psutil
 
 from model_check.blackbox.box import RANK_PID_VARIABLE
-from model_check.record import RunDir, read_jsonl
-from model_check.record.rank_exits import CLEAN_CODES, RANK_EXITED
+from model_check.record import RunDir
+from model_check.record.events import read_events
+from model_check.record.events.crashes import Fork
+from model_check.record.events.job import CLEAN_CODES, RankExit
 from model_check.supervise import processes
 
 JOB_VARIABLE = "MODEL_CHECK_JOB"
@@ -107,11 +109,10 @@ def _end_job(mark: JobMark, run_dir: RunDir) -> None:
 
 
 def _children_of_clean_ranks(holders: Mapping[int, Mapping[str, str]], run_dir: RunDir) -> set[int]:
-    ended = (record for record in read_jsonl(run_dir.supervisor_events).records if record.get("event") == RANK_EXITED)
-    clean = {record.get("pid"): record.get("rank") for record in ended if record.get("code") in CLEAN_CODES}
+    ended = [event for event in read_events(run_dir.supervisor_events) if isinstance(event, RankExit)]
+    clean = {exit.pid: exit.rank for exit in ended if exit.code in CLEAN_CODES}
     spared = {pid for pid, environment in holders.items() if environment.get(RANK_PID_VARIABLE, "") in map(str, clean)}
-    for rank in {rank for rank in clean.values() if isinstance(rank, int)}:
-        for record in read_jsonl(run_dir.events(rank)).records:
-            if record.get("event") == "fork" and record.get("pid") in clean:
-                spared.add(record.get("child_pid", 0))
+    for rank in set(clean.values()):
+        forks = (event for event in read_events(run_dir.events(rank)) if isinstance(event, Fork))
+        spared.update(fork.child_pid for fork in forks if fork.pid in clean)
     return spared.union(*map(processes.descendants_of, spared))

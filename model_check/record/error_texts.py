@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
-from typing import Any
+
+from model_check.record.events.crashes import ExceptionEvent
+from model_check.record.events.job import RankExit
 
 _WORKER = re.compile(r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (exited unexpectedly|is killed by signal)", re.I)
 # How the end of a worker shows when the loader notices it by its queue before torch notices it by its signal.
@@ -79,7 +80,7 @@ def _mentions_a_loss(text: str) -> bool:
     return not _SIZES_DIFFER.search(text) and (_LOST_PEER.search(text) is not None or is_store_loss(text))
 
 
-def lost_its_peer(error: Mapping[str, Any] | None, code: int | None, number: int | None, log_tail: str) -> bool:
+def lost_its_peer(error: ExceptionEvent | None, end: RankExit | None, log_tail: str) -> bool:
     """Whether a rank that failed is a victim, by its exception or, without one, by the end of its log.
 
     The oldest exception of a chain decides: an exception raised later, during cleanup, is not the cause.
@@ -87,32 +88,21 @@ def lost_its_peer(error: Mapping[str, Any] | None, code: int | None, number: int
     if error is not None:
         return is_lost_peer(_oldest(error)) and not is_dead_worker(error)
     # The NCCL watchdog aborts without a Python exception, and its explanation is above a long stack.
-    if number == signal.SIGABRT:
+    if end is not None and end.signal == signal.SIGABRT:
         return _mentions_a_loss(log_tail)
-    return code == 1 and is_lost_peer(log_tail.rstrip().rpartition("\n")[2])
+    return end is not None and end.code == 1 and is_lost_peer(log_tail.rstrip().rpartition("\n")[2])
 
 
-def _oldest(error: Mapping[str, Any]) -> str:
+def _oldest(error: ExceptionEvent) -> str:
     """The oldest exception of a recorded chain, as `type: message`."""
-    root = "root_" if error.get("root_type") else ""
-    return f"{error.get(root + 'type') or ''}: {error.get(root + 'message') or ''}"
+    if error.root_type:
+        return f"{error.root_type}: {error.root_message or ''}"
+    return f"{error.type}: {error.message}"
 
 
-def is_dead_worker(error: Mapping[str, Any]) -> bool:
+def is_dead_worker(error: ExceptionEvent) -> bool:
     """Whether the error says that a worker process of the rank's data loader has died."""
-    kind = str(error.get("root_type") or error.get("type") or "").rpartition(".")[2]
-    said = f"{error.get('message') or ''} {error.get('root_message') or ''}"  # torch raises it from queue.Empty
-    broken = kind in _BROKEN_LINK and _in_loader(error) and not error.get("origin")
-    return broken or _WORKER.search(said) is not None
-
-
-def frames_told(error: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The frames in the record of an exception, the user's frame last."""
-    frames = error.get("frames")
-    found: list[Mapping[str, Any]] = [f for f in frames if isinstance(f, dict)] if isinstance(frames, list) else []
-    given = error.get("user_frame")
-    return [*found, given] if isinstance(given, dict) else found
-
-
-def _in_loader(error: Mapping[str, Any]) -> bool:
-    return any("torch/utils/data/" in str(frame.get("file") or "") for frame in frames_told(error))
+    kind = (error.root_type or error.type).rpartition(".")[2]
+    said = f"{error.message} {error.root_message or ''}"  # torch raises it from queue.Empty
+    in_loader = any("torch/utils/data/" in frame.file for frame in error.frames_told)
+    return (kind in _BROKEN_LINK and in_loader and error.origin is None) or _WORKER.search(said) is not None

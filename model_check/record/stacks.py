@@ -15,6 +15,7 @@ from typing import Any
 
 from model_check.record.files import read_json, write_json_atomic
 from model_check.record.paths import RunDir
+from model_check.record.typed import NOT_STORED
 from model_check.record.user_code import is_door, is_trainer, is_user_file
 from model_check.record.values import objects, seconds, whole
 
@@ -27,11 +28,12 @@ FRAME_LINE = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?
 class Frame:
     """One frame of a Python stack, the path as the interpreter knows it."""
 
-    file: str
-    line: int
-    function: str
-    text: str = ""
-    root: str = field(default="", compare=False)  # the folder that a relative path starts from
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    text: str = ""  # the source line
+    # The folder that a relative path starts from: the reader's knowledge.
+    root: str = field(default="", compare=False, metadata=NOT_STORED)
 
     @property
     def site(self) -> str:
@@ -60,7 +62,9 @@ class Frame:
         )
 
 
-def innermost_user(frames: Iterable[Frame]) -> Frame | None:
+def innermost_user(
+    frames: Iterable[Frame], is_user: Callable[[Frame], bool] = lambda frame: frame.is_user_code
+) -> Frame | None:
     """The user's line, of frames from the innermost outwards.
 
     Where our own command line was entered, our trainer is the program, and whatever called it is only a door: then it
@@ -68,7 +72,7 @@ def innermost_user(frames: Iterable[Frame]) -> Frame | None:
     """
     ours = None
     for frame in frames:
-        if frame.is_user_code:
+        if is_user(frame):
             return frame
         if ours is None and is_trainer(frame.file):
             ours = frame

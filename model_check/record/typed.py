@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+NOT_STORED = {"stored": False}  # the metadata of a field that no file holds
 _LARGEST = 1 << 62  # of a number; what is larger was not written by us
 
 
@@ -25,7 +26,8 @@ def to_json(record: Any) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
-        if value is not None or field.default is not None:
+        stored = field.metadata.get("stored", True)
+        if stored and (value is not None or field.default is not None):
             shown[field.name] = _plain(value)
     return shown
 
@@ -46,7 +48,8 @@ def from_json(kind: type[T], value: Any) -> T:
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind) if field.init}
+    stored = (field for field in fields(kind) if field.init and field.metadata.get("stored", True))
+    return {field.name: hints[field.name] for field in stored}
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,9 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from model_check.record import RunDir, read_jsonl
+from model_check.record import RunDir
+from model_check.record.events import read_events
+from model_check.record.events.crashes import Exit
 from model_check.supervise import processes
 
 
@@ -79,10 +81,8 @@ def _how_it_ended(pid: int, fd: int) -> tuple[int | None, int | None]:
 
 def exit_code_recorded(run_dir: RunDir, rank: int, pid: int) -> int | None:
     """The code with which the rank itself said it would leave; a killed one says nothing."""
-    for record in reversed(read_jsonl(run_dir.events(rank)).records):
-        if record.get("event") == "exit" and record.get("pid", pid) == pid and isinstance(record.get("code"), int):
-            return record["code"]
-    return None
+    events = read_events(run_dir.events(rank))
+    return next((e.code for e in reversed(events) if isinstance(e, Exit) and e.pid == pid), None)
 
 
 class ExitWatcher:

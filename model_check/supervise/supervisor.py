@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from model_check.record import Finding, RunDir, Verdict
+from model_check.record.events.crashes import Exit, UncaughtException
 from model_check.record.events.process import Stalled, StallWithdrawn, Stopped, StopReason
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
@@ -42,7 +43,7 @@ _LOOK_AGAIN_S = 3.0  # until the next burst at a live rank; later bursts come af
 _LOOK_AGAIN_SHARE = 0.1
 _LONGEST_BLINDNESS_S = 8.0
 _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
-_LAST_WORDS = frozenset({"exception", "exit"})
+_LAST_WORDS = frozenset({UncaughtException.kind, Exit.kind})
 _SAMPLE_CLOSELY_S = 120.0
 _SAMPLE_HOURLY_S = 3600.0
 

@@ -13,9 +13,10 @@ from contextlib import closing, suppress
 from typing import Any
 
 from model_check.record import RunDir
+from model_check.record.events import read_events
+from model_check.record.events.job import RankExit
 from model_check.record.journal import Journal
 from model_check.record.process_identity import is_near, live_pid
-from model_check.record.rank_exits import RankExit, exits_recorded
 from model_check.record.ring import read_header
 from model_check.supervise.collect import FlightRequest, Gatherer
 from model_check.supervise.process_exits import exit_code_recorded
@@ -74,9 +75,10 @@ def _is_quiet(run_dir: RunDir, rank: int) -> bool:
 
 def _write_exits(run_dir: RunDir, journal: Journal, ended: Mapping[int, Mapping[str, Any]]) -> None:
     """Records the exit of ranks whose process is gone, with the exit code that they announced, if any."""
-    known = {(exit.rank, exit.pid) for exit in exits_recorded(run_dir)}
+    events = read_events(run_dir.supervisor_events)
+    known = {(exit.rank, exit.pid) for exit in events if isinstance(exit, RankExit)}
     for rank, who in ended.items():
         pid = who.get("pid")
         if is_near(who) and isinstance(pid, int) and (rank, pid) not in known:
             code = exit_code_recorded(run_dir, rank, pid)
-            RankExit(rank, pid, code, None, time.monotonic()).write(journal)
+            journal.write(RankExit(rank=rank, pid=pid, code=code))

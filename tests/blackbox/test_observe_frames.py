@@ -12,6 +12,7 @@ import pytest
 import model_check
 from model_check.blackbox.exceptions import hide_our_frames
 from model_check.blackbox.frames import UserCode
+from model_check.record.stacks import Frame
 
 _PACKAGE = Path(model_check.__file__).resolve().parent
 _DOOR = "/opt/venv/bin/model-check"
@@ -54,9 +55,8 @@ def test_the_line_that_is_named(files: tuple[str, ...], named: str) -> None:
     code = UserCode()
     found = code.innermost(frame_through(files))
     assert found == (named, 2, "outer")
-    described = [{"file": file, "line": 2, "function": "outer"} for file in files]
-    user = code.user_frame(described)
-    assert user is not None and user["file"] == named
+    user = code.user_frame([Frame(file, 2, "outer") for file in files])
+    assert user is not None and user.file == named
 
 
 def test_a_traceback_loses_our_frames_and_none_of_a_project_with_our_name() -> None:

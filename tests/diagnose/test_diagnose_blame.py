@@ -45,7 +45,9 @@ def log_of(stage: Stage, rank: int) -> Path:
 def blamed(stage: Stage) -> tuple[int, int]:
     """The rank that the launcher names, and the first that the verdict names."""
     exits = [
-        RankExit(actor.rank, actor.pid, *actor.ended, t=actor.t) for actor in stage.actors if actor.ended is not None
+        RankExit(t=actor.t, rank=actor.rank, pid=actor.pid, code=actor.ended[0], signal=actor.ended[1])
+        for actor in stage.actors
+        if actor.ended is not None
     ]
     failed = [weigh(exit, read_error(stage.run_dir, exit), log_of(stage, exit.rank)) for exit in exits]
     first = first_failure(failed)

@@ -307,7 +307,7 @@ def test_a_rank_in_backward_waits_for_its_reducer(stage):
 
 def test_a_job_ended_as_hung_turns_the_warning_into_an_error(stage):
     _, guilty = held_up(stage, phase="data")
-    stage.say("stopped", stage.latest + 6.5, why="hang: no progress for 300 s (hang_kill_after_s is 300)")
+    stage.say("stopped", stage.latest + 6.5, reason="hang")
     finding = stage.first()
     assert (finding.code, finding.severity, finding.ranks) == ("MC204", "error", [guilty.rank])
 

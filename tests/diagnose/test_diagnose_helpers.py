@@ -62,7 +62,7 @@ def test_a_pause_is_no_progress_and_only_a_hang_is_stuck(stage):
     finding = stage.first(after=6.0)
     assert (finding.code, finding.severity) == ("MC219", "warning")
     assert finding.title.startswith("rank 1 has made no progress for 6 s at ") and "stuck" not in finding.title
-    stage.say("stopped", stage.latest + 300, why="hang: no progress for 300 s")
+    stage.say("stopped", stage.latest + 300, reason="hang")
     assert stage.first(after=301.0).title.startswith("rank 1 is stuck at ")
 
 

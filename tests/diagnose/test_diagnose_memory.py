@@ -184,7 +184,7 @@ def test_one_tensor_larger_than_the_device_is_a_wrong_size(stage: Any) -> None:
 
 
 def test_without_a_record_the_message_says_it() -> None:
-    account = memory_account(RankEvidence(0), {"message": MESSAGE})
+    account = memory_account(RankEvidence(0), MESSAGE)
     assert (account.requested, account.total, account.free) == (2 * GIB, round(139.72 * GIB), round(1.25 * GIB))
     assert (account.allocated, account.free_in_pieces) == (137 * GIB, GIB // 2)
     assert not account.fragmented and account.missing == GIB * 3 // 4
@@ -192,7 +192,7 @@ def test_without_a_record_the_message_says_it() -> None:
 
 def test_a_message_of_fragmentation_is_told_apart() -> None:
     message = MESSAGE.replace("512.00 MiB is reserved", "21.00 GiB is reserved")
-    assert memory_account(RankEvidence(0), {"message": message}).fragmented
+    assert memory_account(RankEvidence(0), message).fragmented
 
 
 def test_a_step_that_was_retried_is_a_warning_with_the_values_to_set(stage: Any) -> None:
@@ -219,5 +219,5 @@ KEYS = st.sampled_from([*record(), "limits", "remedies", "memory"])
 def test_no_record_however_damaged_breaks_the_account(body: dict[str, Any], plan: dict[str, Any], message: str) -> None:
     rank = RankEvidence(0, events=({**body, "event": "out_of_memory"},))
     for evidence in (rank, RankEvidence(0)):
-        account = memory_account(evidence, {"message": message})
+        account = memory_account(evidence, message)
         assert all(isinstance(line, str) for line in memory_facts(account, plan) + memory_fixes(account, plan))

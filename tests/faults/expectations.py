@@ -95,6 +95,15 @@ def leak(name: str, ranks: tuple[int, ...], *says: str) -> Fault:
     return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", says=says)
 
 
+def raised(exception: str, message: str = "") -> dict[str, object]:
+    """The facts of a finding about this exception."""
+    return {"exception": exception} | ({"message": message} if message else {})
+
+
+_LABEL_17 = raised("ValueError", "label 17 out of range at step 12")
+_NO_MODULE = raised("ModuleNotFoundError", "No module named 'fast_tokenizer_kernels'")
+_KILLED = {"signal": "SIGKILL", "last_recorded": True}
+
 MISMATCHES = (
     hang("order_mismatch", "MC201", (1,), severity="error", facts={"op": "broadcast", "peers_op": "all_reduce"}),
     hang(
@@ -325,43 +334,60 @@ CRASHES = (
     crash("loader_worker_killed", "MC216", (1,), exit_code=1, says=("SIGKILL",)),
     hang("loader_worker_exits", "MC216", (0,), severity="error", exit_code=1),
     # A swallowed exception is no crash: its harm, a drift into a hang, may show a few steps later.
-    hang("swallowed_exception", "MC302", (1,), severity="error", says=("index out of range",)),
-    hang("swallowed_oom", "MC302", (0,), severity="error", says=("out of memory",)),
-    hang("swallowed_in_loader", "MC302", (1,), severity="error", nproc=3, says=("bad checksum",)),
-    hang("swallowed_quietly", "MC302", (1,), severity="error", says=("except KeyError",)),
-    hang("swallowed_in_caller", "MC302", (1,), severity="error", says=("except Exception:",)),
-    hang("swallowed_by_suppress", "MC302", (2,), nproc=3, severity="error", says=("suppress(KeyError)",)),
-    hang("swallowed_by_manager", "MC302", (1,), severity="error", says=("with Tolerant():",)),
-    hang("swallowed_by_finally", "MC302", (0,), severity="error", says=("cannot be multiplied",)),
-    hang("swallowed_by_retry", "MC302", (1,), severity="error", says=("except (ValueError, OSError):",)),
-    hang("swallowed_epoch", "MC302", (0,), severity="error", says=("except TypeError:",)),
-    crash("exception_ddp", "MC301", (1,), exit_code=1, says=("label 17 out of range",)),
-    crash("exception_four_ranks", "MC301", (2,), nproc=4, exit_code=1, says=("KeyError",)),
+    hang(
+        "swallowed_exception", "MC302", (1,), severity="error", facts=raised("IndexError", "index out of range in self")
+    ),
+    hang("swallowed_oom", "MC302", (0,), severity="error", facts=raised("OutOfMemoryError")),
+    hang(
+        "swallowed_in_loader",
+        "MC302",
+        (1,),
+        severity="error",
+        nproc=3,
+        facts=raised("ValueError", "record 96 has a bad checksum"),
+    ),
+    hang("swallowed_quietly", "MC302", (1,), severity="error", facts={"handler": "except KeyError:"}),
+    hang("swallowed_in_caller", "MC302", (1,), severity="error", facts={"handler": "except Exception:"}),
+    hang(
+        "swallowed_by_suppress",
+        "MC302",
+        (2,),
+        nproc=3,
+        severity="error",
+        facts={"handler": "with contextlib.suppress(KeyError):"},
+    ),
+    hang("swallowed_by_manager", "MC302", (1,), severity="error", facts={"handler": "with Tolerant():"}),
+    hang("swallowed_by_finally", "MC302", (0,), severity="error", facts=raised("RuntimeError")),
+    hang("swallowed_by_retry", "MC302", (1,), severity="error", facts={"handler": "except (ValueError, OSError):"}),
+    hang("swallowed_epoch", "MC302", (0,), severity="error", facts={"handler": "except TypeError:"}),
+    crash("exception_ddp", "MC301", (1,), exit_code=1, facts=_LABEL_17),
+    crash("exception_four_ranks", "MC301", (2,), nproc=4, exit_code=1, facts=raised("KeyError")),
     crash(
         "exception_in_worker",
         "MC301",
         (0,),
         exit_code=1,
-        says=("JSONDecodeError: Expecting", "worker process 0", ":31"),
+        facts={**raised("JSONDecodeError"), "raised_in": "DataLoader worker process 0"},
+        says=(":31",),
     ),
-    crash("syntax_error", "MC301", (1,), exit_code=1, says=("losses.py:2", "invalid syntax")),
-    crash("exception_in_backward", "MC301", (0,), exit_code=1, says=("no backward for 16 bits",)),
-    crash("killed_from_outside", "MC303", (1,), exit_code=137, says=("SIGKILL", "sender", "last recorded")),
+    crash("syntax_error", "MC301", (1,), exit_code=1, facts=raised("SyntaxError"), says=("losses.py:2",)),
+    crash("exception_in_backward", "MC301", (0,), exit_code=1, facts=raised("RuntimeError", "no backward for 16 bits")),
+    crash("killed_from_outside", "MC303", (1,), exit_code=137, facts=_KILLED),
     crash("killed_by_cgroup", "MC305", (1,), exit_code=137, needs="cgroup", arguments=("--cgroup", "{cgroup}")),
-    crash("segfault", "MC306", (1,), exit_code=139, says=("SIGSEGV",)),
-    crash("aborted", "MC306", (0,), exit_code=134, says=("SIGABRT",)),
-    crash("memory_error", "MC307", (1,), exit_code=1, says=("MemoryError",)),
+    crash("segfault", "MC306", (1,), exit_code=139, facts={"signal": "SIGSEGV"}),
+    crash("aborted", "MC306", (0,), exit_code=134, facts={"signal": "SIGABRT"}),
+    crash("memory_error", "MC307", (1,), exit_code=1, facts=raised("MemoryError")),
     crash("bad_alloc", "MC307", (1,), exit_code=1, says=("RSS",)),
-    crash("early_exit", "MC308", (1,)),
-    crash("early_exit_hard", "MC308", (2,), nproc=3),
-    crash("exit_code", "MC313", (1,), exit_code=7),
+    crash("early_exit", "MC308", (1,), facts={"via": "sys.exit"}),
+    crash("early_exit_hard", "MC308", (2,), nproc=3, facts={"via": "os._exit"}),
+    crash("exit_code", "MC313", (1,), exit_code=7, facts={"exit_code": 7, "via": "sys.exit"}),
     # From inside it looks like a return: its code is known when its process has ended.
-    hang("system_exit_raised", "MC313", (1,), severity="error", exit_code=1, says=("no shard for step 12",)),
-    crash("store_host_gone", "MC309", (0,)),
+    hang("system_exit_raised", "MC313", (1,), severity="error", exit_code=1, facts={"message": "no shard for step 12"}),
+    crash("store_host_gone", "MC309", (0,), facts={"via": "os._exit"}),
     crash("checkpoint_cut_off", "MC601", (0,), exit_code=1, says=("last.pt", "os.replace")),
     crash("weights_cut_off", "MC601", (0, 1), exit_code=1, says=("model.safetensors", "SafetensorError")),
     crash("pickle_cut_off", "MC601", (0,), exit_code=1, says=("UnpicklingError", "os.replace")),
-    crash("import_error", "MC310", (1,), exit_code=1, says=("fast_tokenizer_kernels",)),
+    crash("import_error", "MC310", (1,), exit_code=1, facts=_NO_MODULE),
     crash("cuda_device_assert", "MC902", (1,), needs="gpu", says=("token id 100", "100 rows")),
     crash("cuda_index_assert", "MC311", (1,), needs="gpu"),
     crash("cuda_out_of_memory", "MC501", (1,), needs="gpu"),
@@ -399,7 +425,7 @@ SLOWNESS = (
 
 FRAMEWORKS = (
     hang("lightning_rank0_log", "MC206 MC207", (0,), severity="error"),
-    crash("trainer_collator_fails", "MC301", (1,), exit_code=1, says=("KeyError", "labels")),
+    crash("trainer_collator_fails", "MC301", (1,), exit_code=1, facts=raised("KeyError", "'labels'")),
     hang("accelerate_gather_main", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
     slow("lightning_nan_sample", "MC404", (1,), says=("samples of the batch 5", "dataset index")),
     slow("trainer_nan_in_loss", "MC401", (1,), says=("add in the loss code",)),
@@ -407,10 +433,10 @@ FRAMEWORKS = (
 )
 
 OTHER_LAUNCHERS = (
-    crash("exception_under_torchrun", "MC301", (1,), script="exception_ddp", form="torchrun", says=("label 17",)),
+    crash("exception_under_torchrun", "MC301", (1,), script="exception_ddp", form="torchrun", facts=_LABEL_17),
     hang("loader_stuck_under_torchrun", "MC204", (1,), script="loader_stuck", form="torchrun", severity="warning"),
     hang("barrier_under_torchrun", "MC206 MC207", (0,), script="barrier_rank0", form="torchrun", severity="error"),
-    crash("killed_under_torchrun", "MC303", (1,), script="killed_from_outside", form="torchrun", says=("SIGKILL",)),
+    crash("killed_under_torchrun", "MC303", (1,), script="killed_from_outside", form="torchrun", facts=_KILLED),
 )
 
 NUMERICS = (
@@ -441,7 +467,7 @@ NUMERICS = (
     crash("nan_loss_raises", "MC408", (1,), exit_code=1, says=("rank 1 then raised ValueError: loss is nan",)),
     crash("nan_loss_exits", "MC401", (1,), exit_code=3, says=("log", "then exited with code 3")),
     crash("clip_raises", "MC402", (1,), exit_code=1, says=("sqrt", "ranks 0 and 1 then raised RuntimeError")),
-    crash("loss_too_large", "MC301", (1,), exit_code=1, says=("raised ValueError: loss is ",)),
+    crash("loss_too_large", "MC301", (1,), exit_code=1, facts=raised("ValueError")),
     crash("token_without_row", "MC902", (1,), exit_code=1, says=("117", "100 rows", "tokens")),
 )
 

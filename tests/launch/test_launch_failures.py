@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from model_check.record import JsonlWriter, RunDir
 from model_check.record.error_texts import is_lost_peer
+from model_check.record.events.crashes import UncaughtException
 from model_check.record.rank_exits import (
     RankExit,
     describe,
@@ -26,11 +26,11 @@ NO_LOG = Path("/nonexistent")
 
 
 def _exit(rank: int, at: float, code: int | None = 1, number: int | None = None, told: float | None = None) -> RankExit:
-    return RankExit(rank, 100 + rank, code, number, at, 0, told)
+    return RankExit(rank=rank, pid=100 + rank, code=code, signal=number, t=at, signalled_at=told)
 
 
-def _error(message: str, t: float, **more: Any) -> dict[str, Any]:
-    return {"type": "RuntimeError", "message": message, "t": t, **more}
+def _error(message: str, t: float, **more: str) -> UncaughtException:
+    return UncaughtException(type="RuntimeError", message=message, t=t, **more)
 
 
 LOST = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
@@ -118,7 +118,7 @@ def test_an_error_belongs_to_the_process_that_wrote_it(tmp_path: Path) -> None:
     writer.write({"event": "exception", "pid": 101, "type": "ValueError", "message": "this one"})
     writer.close()
     error = read_error(run_dir, _exit(1, 1.0))
-    assert error is not None and error["message"] == "this one"
+    assert error is not None and error.message == "this one"
     assert read_error(run_dir, _exit(2, 1.0)) is None
 
 
@@ -126,7 +126,7 @@ def test_the_error_file_of_torchs_record_is_read(tmp_path: Path) -> None:
     body = {"message": {"message": "ValueError: boom: twice", "extraInfo": {"py_callstack": "Traceback …"}}}
     (tmp_path / "error.json").write_text(json.dumps(body))
     error = read_error(RunDir.create(tmp_path / "run"), _exit(0, 1.0), tmp_path / "error.json")
-    assert error == {"type": "ValueError", "message": "boom: twice", "traceback": "Traceback …"}
+    assert error == UncaughtException(type="ValueError", message="boom: twice", traceback="Traceback …")
 
 
 def test_descriptions_name_rank_and_reason() -> None:

@@ -268,7 +268,7 @@ def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(mak
     job.ranks[1].tell("exit 3")
     code = job.ranks[1].process.wait(timeout=10)
     began = time.monotonic()
-    job.supervisor.rank_exited(RankExit(1, job.ranks[1].process.pid, code, None, began, attempt=0))
+    job.supervisor.rank_exited(RankExit(t=began, rank=1, pid=job.ranks[1].process.pid, code=code))
     assert time.monotonic() - began < 2.0
     dump = read_json(job.run_dir.stacks_dir / "rank-00000.1.json")
     assert dump["pid"] == job.ranks[0].process.pid and dump["threads"]
@@ -292,8 +292,8 @@ def test_the_exit_code_is_that_of_the_rank_the_verdict_names(make_job: Any) -> N
     job = make_job(Finding("MC313", "rank 1 exited with code 3", certainty="proven", ranks=[1], victims=[0]))
     job.supervisor.journal.write("stall")
     exits = [
-        RankExit(0, job.ranks[0].process.pid, 1, None, 1.0, attempt=0),
-        RankExit(1, job.ranks[1].process.pid, 3, None, 2.0, attempt=0),
+        RankExit(t=1.0, rank=0, pid=job.ranks[0].process.pid, code=1),
+        RankExit(t=2.0, rank=1, pid=job.ranks[1].process.pid, code=3),
     ]
     verdict = job.supervisor.finish("failed", exits, 1)
     assert (verdict.outcome, verdict.exit_code) == ("failed", 3)
@@ -307,7 +307,7 @@ def test_a_rank_that_we_ended_while_it_was_leaving_keeps_the_code_it_had_announc
     events = JsonlWriter(job.run_dir.events(1))
     events.write({"t": 1.0, "event": "exit", "pid": pids[1], "code": 9, "via": "sys.exit"})
     events.close()
-    killed = [RankExit(rank, pids[rank], None, 15, 2.0, attempt=0, signalled_at=1.5) for rank in range(2)]
+    killed = [RankExit(t=2.0, rank=rank, pid=pids[rank], signal=15, signalled_at=1.5) for rank in range(2)]
     assert job.supervisor.finish("failed", killed, 1).exit_code == 9
 
 

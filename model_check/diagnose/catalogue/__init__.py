@@ -5,7 +5,7 @@ from __future__ import annotations
 from model_check.diagnose.catalogue.checkpoints import CHECKPOINTS
 from model_check.diagnose.catalogue.crashing import CRASHING
 from model_check.diagnose.catalogue.data import DATA
-from model_check.diagnose.catalogue.entry import Entry
+from model_check.diagnose.catalogue.entry import COMMON_FACTS, Entry
 from model_check.diagnose.catalogue.hanging import HANGING
 from model_check.diagnose.catalogue.memory import MEMORY
 from model_check.diagnose.catalogue.numerics import NUMERICS
@@ -28,4 +28,4 @@ def errors_page() -> str:
     return as_markdown(CATALOGUE)
 
 
-__all__ = ["CATALOGUE", "Entry", "errors_page", "explain"]
+__all__ = ["CATALOGUE", "COMMON_FACTS", "Entry", "errors_page", "explain"]

@@ -12,6 +12,7 @@ CRASHING: dict[str, Entry] = {
         "The rank records type, text and frames when the exception reaches the top; order is by the host's clock.",
         ("look at the named line; the text of the exception is the original one",),
         "ValueError: expected a batch of 8, got 7   # rank 2, train.py:88",
+        causes={"held_in_finally": "on its way out the rank waits for its peers in a `finally` block"},
     ),
     "MC302": Entry(
         "swallowed exception, the rank drifted off",
@@ -25,6 +26,12 @@ CRASHING: dict[str, Entry] = {
             "agree on skipping: all_reduce a flag before the backward, then all ranks skip or none",
         ),
         "try: train_step(batch)\nexcept RuntimeError: continue",
+        causes={
+            "swallowed": "the script caught the exception and went on",
+            "in_handler": "the rank is still in the handler, and calls something there",
+            "unseen": "no record of the exception: the handler is the only way past the missing call",
+        },
+        facts={"handler": "the source line of the handler, where the exception itself was not seen"},
     ),
     "MC303": Entry(
         "killed by a signal of an unknown sender",
@@ -37,6 +44,7 @@ CRASHING: dict[str, Entry] = {
             "look at who else may kill on this host",
         ),
         "kill -9 4711",
+        causes={"interrupt": "a KeyboardInterrupt that nobody caught"},
     ),
     "MC304": Entry(
         "killed by the OOM killer",
@@ -58,6 +66,7 @@ CRASHING: dict[str, Entry] = {
             "fewer loader workers or ranks",
         ),
         "memory.max 32 GiB, 4 ranks × 9 GiB",
+        causes={"cgroup": "the limit of its cgroup", "own_limit": "the limit that was given to Model Check"},
         ours=(
             "raise the limit (docker --memory, resources.limits.memory, --mem, launch.memory_limit_gb)",
             "start fewer ranks, or share what they import: launch.start=warm",
@@ -73,6 +82,7 @@ CRASHING: dict[str, Entry] = {
             "run that line alone; update or pin the extension",
         ),
         'Fatal Python error: Segmentation fault   # File "train.py", line 41 in augment',
+        causes={"after_the_script": "the script had ended; the interpreter crashed on its way out"},
     ),
     "MC307": Entry(
         "host out of memory",
@@ -84,6 +94,7 @@ CRASHING: dict[str, Entry] = {
             "raise the limit, or load less at once",
         ),
         "history.append(loss)   # keeps every graph",
+        causes={"aborted": "no MemoryError: native code could not allocate, and ended the process"},
     ),
     "MC308": Entry(
         "early exit with code 0",

@@ -19,3 +19,20 @@ class Entry:
     ours: tuple[str, ...] = ()  # what to do under `model-check train`, if that differs
     causes: Mapping[str, str] = field(default_factory=dict)  # each value of a finding's `cause`, and what it means
     facts: Mapping[str, str] = field(default_factory=dict)  # each key of a finding's `facts`, and what its value is
+
+
+# What a finding of any code may say of how its rank ended.
+COMMON_FACTS: Mapping[str, str] = {
+    "exception": "the class of the exception",
+    "message": "the first line of its text, or the words that the rank gave when it left",
+    "statement": "the source line that raised it, where the exception has no text",
+    "raised_in": "the process that raised it first, where the rank only raised it again",
+    "followed_from": "the class of the exception from which it followed",
+    "exit_code": "the exit code of the rank",
+    "via": "how it left: return, sys.exit, os._exit, or SystemExit where that was raised and not called",
+    "signal": "the name of the signal that ended it",
+    "last_recorded": "true: the line is the last that was recorded before a kill, not its cause",
+    "ended_by": "the script ended because of this: the ranks that did so, with the facts above",
+    "lost_steps": "the first and the last step of a run that no longer trained: no loss was finite",
+    "stranded": "the ranks that lost their peer by that end",
+}

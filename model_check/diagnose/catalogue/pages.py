@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from textwrap import indent, wrap
 
-from model_check.diagnose.catalogue.entry import Entry
+from model_check.diagnose.catalogue.entry import COMMON_FACTS, Entry
 
 _FAMILIES = {
     "MC1": "Start",
@@ -52,6 +52,10 @@ def as_markdown(catalogue: Mapping[str, Entry]) -> str:
         "",
         "Every finding of a verdict carries one of these codes. `model-check explain CODE` prints the same text.",
         "This page is generated from the catalogue: `model-check explain --markdown`.",
+        "",
+        "Besides the facts listed with a code, the `facts` of a finding may hold:",
+        "",
+        *(f"- `{name}`: {said}" for name, said in COMMON_FACTS.items()),
         "",
     ]
     family = ""

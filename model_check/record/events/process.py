@@ -12,15 +12,6 @@ StopReason = Literal["hang", "proven", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupJoined(Event, kind="group"):
-    """A process group that this rank takes part in."""
-
-    name: str = ""  # as the ring's records name it
-    ranks: tuple[int, ...] = ()
-    torch_name: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobStarted(Event, kind="job_started"):
     """A launcher has started a job in this run directory."""
 
@@ -38,6 +29,30 @@ class JobOver(Event, kind="job_ended"):
 
     outcome: Outcome | None = None
     exit_code: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(Event, kind="stopped"):
+    """The job is being ended before its ranks have finished."""
+
+    why: str = ""  # a sentence for people
+    reason: StopReason | None = None  # None: written by a version that only gave the sentence
+
+    @property
+    def because(self) -> StopReason:
+        """The reason; sentences of earlier versions begin with it, unless somebody asked for the end."""
+        if self.reason is not None:
+            return self.reason
+        return "hang" if self.why.startswith("hang") else "proven" if self.why.startswith("proven") else "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupJoined(Event, kind="group"):
+    """A process group that this rank takes part in."""
+
+    name: str = ""  # as the ring's records name it
+    ranks: tuple[int, ...] = ()
+    torch_name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +76,6 @@ class StallWithdrawn(Event, kind="stall_withdrawn"):
     """The ranks of the last stall make progress again."""
 
     after_s: float = 0.0  # length of the stall
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stopped(Event, kind="stopped"):
-    """The job is being ended before its ranks have finished."""
-
-    why: str = ""  # a sentence for people
-    reason: StopReason | None = None  # None: written by a version that only gave the sentence
-
-    @property
-    def because(self) -> StopReason:
-        """The reason; sentences of earlier versions begin with it, unless somebody asked for the end."""
-        if self.reason is not None:
-            return self.reason
-        return "hang" if self.why.startswith("hang") else "proven" if self.why.startswith("proven") else "interrupted"
 
 
 @dataclass(frozen=True, kw_only=True)
