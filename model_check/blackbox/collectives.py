@@ -17,7 +17,7 @@ import torch
 
 from model_check.blackbox.box import BOX, DTYPE, OP, SpanKind
 from model_check.blackbox.exceptions import NOTES
-from model_check.blackbox.gate_patches import GATE, let_go
+from model_check.blackbox.gate import GATE, let_go
 from model_check.blackbox.groups import GROUPS, Group
 from model_check.blackbox.recorder import Recorder
 from model_check.record.ring import FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS, RAISED, REDUCES_BY, TAG, UNIT, WAIT

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from model_check.blackbox import batch_samples, current_phase, resident_memory
+from model_check.blackbox import batch_samples, current_phase, memory_marks
 from model_check.blackbox.box import BOX, FOLLOWER, SpanKind
 from model_check.blackbox.current_phase import (
     BEYOND_THEM_EVERY_S,
@@ -23,6 +23,7 @@ from model_check.blackbox.current_phase import (
 from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.spans import Original, spanned
 from model_check.errors import NumericsError
+from model_check.record.events.process import LoaderWorker
 from model_check.record.ring import RAISED
 
 _FORWARD = SpanKind("forward")
@@ -129,7 +130,7 @@ def patch_loader(module: Any) -> None:
     def start_workers(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
         for number, worker in enumerate(getattr(self, "_workers", ())):
-            BOX.event("loader_worker", worker_pid=worker.pid, worker_id=number)
+            BOX.event(LoaderWorker(worker_pid=worker.pid, worker_id=number))
 
     several.__init__ = start_workers
 
@@ -374,4 +375,4 @@ def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
     if (steps := _numbers(this)) is not None:
         steps.step_done()
     this.forwards_left = FORWARDS_PER_STEP
-    resident_memory.mark_now_and_then()
+    memory_marks.mark_now_and_then()

@@ -20,10 +20,14 @@ from model_check.record.events.process import (
     StallWithdrawn,
     Stopped,
     StopReason,
+    Versions,
 )
 from model_check.record.flight import FlightEntry
+from model_check.record.metrics import StepMetrics
+from model_check.record.process_sample import RankSample
 from model_check.record.ring import WAIT_PHASES as WAIT_PHASES
 from model_check.record.ring import Crumb
+from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import Frame, ProcessStacks
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import Outcome
@@ -39,26 +43,6 @@ P2P_OPS = frozenset({"send", "recv", "batch_p2p"})
 
 
 @dataclass(frozen=True)
-class ProcSample:
-    """A process as /proc showed it."""
-
-    t: float
-    pid: int
-    state: str
-    cpu_s: float
-    rss: int
-    threads: int
-    wchan: str
-    syscall: str
-    stdin: str
-    syscall_target: str = ""
-    io_bytes: int = 0
-    switches: int | None = None  # how often the main thread went to sleep; None where nobody counted
-    rss_file: int = 0  # of the resident bytes, those of mapped files; 0 where nobody counted
-    children: tuple[Mapping[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
 class RankEvidence:
     """Everything known about one rank."""
 
@@ -68,7 +52,7 @@ class RankEvidence:
     events: tuple[Mapping[str, Any], ...] = ()
     told: tuple[Event, ...] = ()  # the same, typed
     stacks: tuple[ProcessStacks, ...] = ()
-    samples: tuple[ProcSample, ...] = ()
+    samples: tuple[RankSample, ...] = ()
     flight: tuple[FlightEntry, ...] = ()
     fault_frames: tuple[Frame, ...] = ()
     exit: RankExit | None = None
@@ -148,7 +132,7 @@ class RankEvidence:
     @cached_property
     def joined(self) -> bool:
         """It has been through init_process_group, or says that it is past it."""
-        if any(e.get("event") in ("group", "config_hash", "versions") for e in self.events):
+        if any(isinstance(event, (GroupJoined, Versions)) for event in self.told):
             return True
         return any(
             c.phase in ("collective", "barrier", "p2p") or (c.phase == "init" and c.event == "end") for c in self.crumbs
@@ -197,10 +181,10 @@ class Evidence:
     cores: int | None = None
     host_memory: int | None = None  # bytes that the host had to give when the job began
     damage: tuple[str, ...] = ()
-    metrics: tuple[Mapping[str, Any], ...] = ()  # of our own trainer: the first steps and the newest
+    metrics: tuple[StepMetrics, ...] = ()  # of our own trainer: the first steps and the newest
     vocabulary: int | None = None  # of our own trainer's model
     ours: bool = False  # a run of our own trainer: the reader has our settings and no script
-    plan: Mapping[str, Any] = field(default_factory=dict)  # of our own trainer on GPUs: what a rank was to need
+    plan: RunPlan = field(default_factory=RunPlan)  # of our own trainer on GPUs: what a rank was to need
 
     def of(self, rank: int) -> RankEvidence:
         return self.ranks.get(rank) or RankEvidence(rank)

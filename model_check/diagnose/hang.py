@@ -209,8 +209,8 @@ def _input(s: StuckRank) -> Explanation | None:
     facts = [f"observed: {_doing(s)}"]
     if s.in_debugger:
         facts.append("observed: its stack is inside the Python debugger, which waits for a command")
-    if s.sample is not None and s.sample.stdin:
-        facts.append(f"observed: its standard input is {s.sample.stdin}")
+    if s.sample is not None and s.sample.fd0:
+        facts.append(f"observed: its standard input is {s.sample.fd0}")
     cause = "debugger" if s.in_debugger else "input"
     return Explanation("MC215", "{who} {waits|wait} for standard input", s.frame, facts, cause=cause)
 
@@ -412,7 +412,7 @@ def _user_code(s: StuckRank) -> Explanation:
     if s.sample is not None:
         call = f", system call {s.sample.syscall}" if s.sample.syscall else ""
         facts.append(f"observed: process state {s.state or '?'}{call}")
-        if children := sorted({str(c.get("comm")) for c in s.sample.children if c.get("comm")}):
+        if children := sorted({child.comm for child in s.sample.children if child.comm}):
             facts.append(f"observed: it has child processes: {', '.join(children)}")
             known["children"] = children
     facts += _failed_threads(s)

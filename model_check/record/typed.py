@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 T = TypeVar("T")
 NOT_STORED = {"stored": False}  # the metadata of a field that no file holds
-_LARGEST = 1 << 62  # of a number; what is larger was not written by us
+_LARGEST = 1 << 64  # of a number; what is larger was not written by us
 
 
 class _Misfit(Exception):

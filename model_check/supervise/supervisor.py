@@ -15,6 +15,7 @@ The rules that name a fault live elsewhere; they come in as `examine`, which rea
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from model_check.record.events.crashes import Exit, UncaughtException
 from model_check.record.events.process import Stalled, StallWithdrawn, Stopped, StopReason
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
+from model_check.record.ring import read_header
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import DetectionTimes, Outcome, VerdictFile
 from model_check.supervise import processes, waiting
@@ -71,6 +73,7 @@ class Limits:
     own_launcher_s: float = 0.0
     kill_after_s: float = 300.0
     io_kill_after_s: float = 0.0
+    away_after_s: float = 5.0  # between two turns: we did not run, so the ranks may not have run either
 
 
 class Supervisor:
@@ -106,6 +109,7 @@ class Supervisor:
         self._examined_at = 0.0
         self._examine_cost_s = 0.0
         self._life_at = time.monotonic()
+        self._turned_at = math.inf
         self._in_io_since: float | None = None
         self._proven_at: float | None = None
         self._close_looks: list[float] = []
@@ -160,13 +164,26 @@ class Supervisor:
 
     def poll(self) -> EndJob | None:
         """One turn. Returns not None if the job must end. Our own errors never end it."""
+        if time.monotonic() - self._turned_at > self._limits.away_after_s:
+            self._forget_the_time_away()
         try:
             return self._turn()
         except OSError as error:
             self.say_trouble(f"the run directory cannot be used ({error}); the job goes on without a watch")
         except Exception as error:  # a bug of ours costs the job one turn of supervision, nothing else
             self.say_trouble(f"the watch failed ({type(error).__name__}: {error}); the job goes on")
+        finally:
+            self._turned_at = time.monotonic()
         return None
+
+    def _forget_the_time_away(self) -> None:
+        """Counts silence from now on: Ctrl-Z, a scheduler or a debugger may have suspended the job together with us."""
+        now = time.monotonic()
+        self._life_at = now
+        self._in_io_since = None
+        if self._stall is None:
+            for rank in self._alive():
+                rank.pulse.last_at = max(rank.pulse.last_at, now)
 
     def _write(self, verdict: Verdict) -> None:
         """What cannot be written is still known, and shown."""
@@ -268,6 +285,9 @@ class Supervisor:
     def _quiet_ranks(self, alive: list[Rank], now: float) -> list[Rank]:
         # No threshold is below the floor, so a healthy turn computes no median.
         silent = [rank for rank in alive if now - rank.pulse.last_at > self._limits.stall_floor_s]
+        # A rank whose recording failed is silent for good: neither its silence nor its peers' waits say anything.
+        if any(read_header(self._run_dir.ring(rank.rank)).get("gave_up") for rank in silent):
+            return []
         return [rank for rank in silent if now - rank.pulse.last_at > self._threshold(rank)]
 
     def _follow_stall(self, alive: list[Rank], now: float) -> None:
@@ -404,7 +424,7 @@ class Supervisor:
             return
         # On a machine with too much to do a rank that wants to compute gets hardly any time; it is not idle.
         states = {
-            rank: processes.thread_states([seen.stat.pid, *(child.pid for child in seen.children)])
+            rank: processes.thread_states([seen.pid, *(child.pid for child in seen.children)])
             for rank, seen in samples.items()
         }
         active |= {rank for rank, seen in states.items() if "R" in seen}
@@ -485,7 +505,8 @@ class Supervisor:
         if proven:
             return self._end_proven(proven[0], now)
         self._proven_at = None
-        why = self._out_of_patience(now) if self._stall is not None else None
+        # Not before the stall is confirmed: until then nobody has looked whether a rank computes or moves bytes.
+        why = self._out_of_patience(now) if self.stalled else None
         if why is not None:
             self.note_stop("hang", why)
             self._take_sample(now)

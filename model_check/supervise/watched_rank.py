@@ -12,9 +12,9 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from model_check.record.process_sample import RankSample
 from model_check.record.rank_exits import RankExit
 from model_check.record.ring import WAIT_PHASES, RingTail
-from model_check.supervise.processes import ProcessSample
 
 _MEDIAN_OVER = 20  # looks at a rank that moved: a job that has become slower is judged by its new pace
 _ACTIVE_CPU_S = 0.05
@@ -90,11 +90,17 @@ class Rank:
     cpu_s: float = 0.0
     io_bytes: int = 0
 
-    def was_active(self, seen: ProcessSample) -> bool:
-        """Whether it or one of its children computed for 50 ms or moved a megabyte since the last sample."""
-        cpu_s = seen.stat.cpu_s + sum(child.cpu_s for child in seen.children)
-        active = cpu_s - self.cpu_s > _ACTIVE_CPU_S or seen.io_bytes - self.io_bytes > _ACTIVE_BYTES
-        self.cpu_s, self.io_bytes = cpu_s, seen.io_bytes
+    def was_active(self, seen: RankSample) -> bool:
+        """Whether it or a child computed for 50 ms since the last sample, or moved a megabyte since it last did.
+
+        Bytes add up: a save over a slow network moves less than a megabyte between two samples.
+        """
+        cpu_s = seen.cpu_s + sum(child.cpu_s for child in seen.children)
+        has_moved = seen.io_bytes - self.io_bytes > _ACTIVE_BYTES
+        active = cpu_s - self.cpu_s > _ACTIVE_CPU_S or has_moved
+        self.cpu_s = cpu_s
+        if has_moved:
+            self.io_bytes = seen.io_bytes
         return active
 
 

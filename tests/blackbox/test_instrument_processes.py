@@ -178,6 +178,23 @@ def test_a_lone_script_is_rank_0_of_1_once_it_trains(run: Runner) -> None:
     assert [c.detail for c in seen.crumbs(event="begin", phase="forward")] == ["Linear", "Linear"]
 
 
+@pytest.mark.slow
+def test_a_lone_script_trains_on_where_its_ring_has_no_room(run: Runner) -> None:
+    seen = run(
+        "import resource\n"
+        "import torch\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    net(torch.ones(2)).sum().backward()\n"
+        "    opt.step()\n"
+        "print('trained')\n",
+        world=None,
+    )
+    assert (seen.codes, seen.outputs) == ([0], ["trained\n"]), seen.errors
+
+
 LATE = """\
 import sys
 import torch

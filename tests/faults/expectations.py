@@ -37,6 +37,7 @@ class Fault:
     severity: Literal["error", "warning", "info", ""] = ""
     exit_code: int | None = None  # None: any but 0 for an error, 143 where we had to end a job that only hung
     cause: str = ""  # of the finding
+    tensor: str = ""  # part of the finding's
     facts: dict[str, object] = field(default_factory=dict)  # of the finding, among others
     says: tuple[str, ...] = ()  # must appear in title, evidence or fix; {port} and {holder} are filled in
     every_line: bool = False  # all marked lines must be named, not only one of them
@@ -91,8 +92,8 @@ def slow(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -
     return Fault(name, frozenset(codes.split()), ranks, SLOW_S, severity="warning", **more)  # type: ignore[arg-type]
 
 
-def leak(name: str, ranks: tuple[int, ...], *says: str) -> Fault:
-    return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", says=says)
+def leak(name: str, ranks: tuple[int, ...], facts: dict[str, object]) -> Fault:
+    return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", facts=facts)
 
 
 def raised(exception: str, message: str = "") -> dict[str, object]:
@@ -388,7 +389,7 @@ CRASHES = (
     crash("weights_cut_off", "MC601", (0, 1), exit_code=1, says=("model.safetensors", "SafetensorError")),
     crash("pickle_cut_off", "MC601", (0,), exit_code=1, says=("UnpicklingError", "os.replace")),
     crash("import_error", "MC310", (1,), exit_code=1, facts=_NO_MODULE),
-    crash("cuda_device_assert", "MC902", (1,), needs="gpu", says=("token id 100", "100 rows")),
+    crash("cuda_device_assert", "MC902", (1,), needs="gpu", facts={"token": 100, "rows": 100}),
     crash("cuda_index_assert", "MC311", (1,), needs="gpu"),
     crash("cuda_out_of_memory", "MC501", (1,), needs="gpu"),
 )
@@ -407,29 +408,45 @@ STARTS = (
     ),
     slow("every_rank_tracker", "MC109", (0, 1)),
     crash("half_written_cache", "MC110", None, exit_code=1, says=("tokens.pt",)),
-    slow("versions_differ", "MC105", (1,), says=("2.9.1",)),
-    slow("arguments_differ", "MC106", (1,), form="python", says=("3e-3",)),
-    slow("code_differs", "MC106", (1,), nproc=3, form="python", says=("train.py",)),
+    slow("versions_differ", "MC105", (1,), facts={"other": {"torch": {"1": "2.9.1"}}}),
+    slow("arguments_differ", "MC106", (1,), form="python", facts={"differs": ["arguments"]}),
+    slow("code_differs", "MC106", (1,), nproc=3, form="python", facts={"differs": ["hash of train.py"]}),
 )
 
 SLOWNESS = (
-    slow("straggler", "MC701", (1,)),
-    slow("straggler_in_bursts", "MC701", (1,), says=("now and then",)),
-    slow("loader_in_bursts", "MC701", (2,), nproc=3, says=("now and then",)),
+    slow("straggler", "MC701", (1,), cause="every_step"),
+    slow("straggler_in_bursts", "MC701", (1,), cause="now_and_then"),
+    slow("loader_in_bursts", "MC701", (2,), nproc=3, cause="now_and_then"),
     slow("data_bound", "MC702", (0, 1)),
     slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
-    leak("leak", (0,), "`history`, a list of", "Tensor float32[2048, 64]", "with its graph"),
-    leak("leak_of_objects", (1,), "`seen`, a dict of", "dict of (sample: str"),
-    leak("leak_in_attribute", (1,), "`outputs`, a deque of", "Tensor float32[512, 64] on cpu"),
+    leak(
+        "leak",
+        (0,),
+        {
+            "name": "history",
+            "container": "list",
+            "item": "tuple of (Tensor float32[] on cpu with its graph, Tensor float32[2048, 64] on cpu)",
+        },
+    ),
+    leak(
+        "leak_of_objects",
+        (1,),
+        {"name": "seen", "container": "dict", "item": "dict of (sample: str, loss: list of (float))"},
+    ),
+    leak(
+        "leak_in_attribute",
+        (1,),
+        {"name": "outputs", "container": "deque", "item": "Tensor float32[512, 64] on cpu"},
+    ),
 )
 
 FRAMEWORKS = (
     hang("lightning_rank0_log", "MC206 MC207", (0,), severity="error"),
     crash("trainer_collator_fails", "MC301", (1,), exit_code=1, facts=raised("KeyError", "'labels'")),
     hang("accelerate_gather_main", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
-    slow("lightning_nan_sample", "MC404", (1,), says=("samples of the batch 5", "dataset index")),
-    slow("trainer_nan_in_loss", "MC401", (1,), says=("add in the loss code",)),
-    slow("trainer_log_of_zero", "MC401", (1,), says=("takes the logarithm of 0", "loss code")),
+    slow("lightning_nan_sample", "MC404", (1,), facts={"samples": [5]}, says=("dataset index",)),
+    slow("trainer_nan_in_loss", "MC401", (1,), cause="loss_code", facts={"op": "add"}),
+    slow("trainer_log_of_zero", "MC401", (1,), cause="loss_code", facts={"problem": "logarithm"}),
 )
 
 OTHER_LAUNCHERS = (
@@ -440,46 +457,60 @@ OTHER_LAUNCHERS = (
 )
 
 NUMERICS = (
-    slow("nan_sample", "MC404", (1,), says=("samples of the batch 5",)),
-    slow("nan_in_dataset", "MC404", (0,), says=("dataset index 237 (sample 7 of the batch)",)),
-    slow("sqrt_at_zero", "MC402", (0,), says=("sqrt", "loss is finite")),
-    slow("root_in_loss", "MC402", (1,), says=("sqrt", "loss code")),
-    crash("half_overflow", "MC403", (0,), exit_code=1, flags=("--guard", "halt"), says=("65504", "wide")),
-    slow("rate_spike", "MC405", (0, 1), says=("0.001", "100")),
-    slow("exploding", "MC406", (0, 1), says=("gradient norm",)),
-    slow("empty_mask", "MC408", (1,), says=("divides by a sum that is 0",)),
-    slow("nan_to_the_end", "MC408", (1,), says=("divides by a sum that is 0",)),
-    slow("weights_too_large", "MC407", (0, 1), says=("layers",)),
-    slow("log_of_zero", "MC401", (1,), says=("log", "Policy")),
+    slow("nan_sample", "MC404", (1,), facts={"samples": [5]}),
+    slow("nan_in_dataset", "MC404", (0,), facts={"samples": [7], "dataset_indices": [237]}),
+    slow("sqrt_at_zero", "MC402", (0,), cause="model", facts={"op": "sqrt"}),
+    slow("root_in_loss", "MC402", (1,), cause="loss_code", facts={"op": "sqrt"}),
+    crash("half_overflow", "MC403", (0,), exit_code=1, flags=("--guard", "halt"), facts={"module": "wide"}),
+    slow("rate_spike", "MC405", (0, 1), facts={"rates": [0.001, 100.0]}),
+    slow("exploding", "MC406", (0, 1)),
+    slow("empty_mask", "MC408", (1,), cause="loss_code", facts={"problem": "empty_sum"}),
+    slow("nan_to_the_end", "MC408", (1,), cause="loss_code", facts={"problem": "empty_sum"}),
+    slow("weights_too_large", "MC407", (0, 1), cause="model"),
+    slow("log_of_zero", "MC401", (1,), cause="model", facts={"op": "log", "module": "Policy"}),
     # Models that cannot be run again, or come out finite the second time: their graph shows the operation.
-    slow("nan_counting_module", "MC401", (0,), says=("div in the forward of Net", "run once more, it is finite")),
-    slow("nan_in_encoder", "MC408", (1,), says=("Encoder",)),
-    slow("nan_under_fsdp", "MC401", (1,), says=("div in the forward of Net: it divides by 0",)),
+    slow("nan_counting_module", "MC401", (0,), facts={"op": "div", "module": "Net", "finite_again": True}),
+    slow("nan_in_encoder", "MC408", (1,), facts={"module": "Encoder"}),
+    slow("nan_under_fsdp", "MC401", (1,), facts={"op": "div", "module": "Net", "problem": "zero_divisor"}),
     # One number of one gradient far from the loss, of more than twenty buckets or sharded modules.
-    slow("nan_late_bucket", "MC402", (1,), says=("layers.2",)),
-    slow("nan_late_unit", "MC402", (1,), says=("layers.2",)),
-    slow("norm_in_place", "MC401", (1,), says=("changes its own input in place",)),
-    slow("replica_drift", "MC410", (2,), nproc=3, says=("head.bias", "step 20", "step 30")),
-    slow("replicas_never_alike", "MC410", (0, 1), says=("0.weight", "began with different weights")),
-    slow("replica_skips_average", "MC410", (2,), nproc=3, says=("step 20", "step 10")),
-    slow("same_data", "MC412", (0, 1), says=("same batch",)),
+    slow("nan_late_bucket", "MC402", (1,), tensor="layers.2"),
+    slow("nan_late_unit", "MC402", (1,), tensor="layers.2"),
+    slow("norm_in_place", "MC401", (1,), facts={"changes_its_input": True}),
+    slow("replica_drift", "MC410", (2,), nproc=3, tensor="head.bias", facts={"majority": True, "last_alike": 20}),
+    slow("replicas_never_alike", "MC410", (0, 1), cause="from_the_start", tensor="0.weight"),
+    slow("replica_skips_average", "MC410", (2,), nproc=3, cause="changed", facts={"last_alike": 10}),
+    slow("same_data", "MC412", (0, 1)),
     # The script itself sees the number and stops: that is what followed from it.
-    crash("nan_loss_raises", "MC408", (1,), exit_code=1, says=("rank 1 then raised ValueError: loss is nan",)),
-    crash("nan_loss_exits", "MC401", (1,), exit_code=3, says=("log", "then exited with code 3")),
-    crash("clip_raises", "MC402", (1,), exit_code=1, says=("sqrt", "ranks 0 and 1 then raised RuntimeError")),
+    crash(
+        "nan_loss_raises",
+        "MC408",
+        (1,),
+        exit_code=1,
+        facts={"ended_by": {"ranks": [1], "exception": "ValueError", "message": "loss is nan"}},
+    ),
+    crash("nan_loss_exits", "MC401", (1,), exit_code=3, facts={"op": "log"}, says=("then exited with code 3",)),
+    crash(
+        "clip_raises",
+        "MC402",
+        (1,),
+        exit_code=1,
+        facts={"op": "sqrt"},
+        says=("ranks 0 and 1 then raised RuntimeError",),
+    ),
     crash("loss_too_large", "MC301", (1,), exit_code=1, facts=raised("ValueError")),
-    crash("token_without_row", "MC902", (1,), exit_code=1, says=("117", "100 rows", "tokens")),
+    crash("token_without_row", "MC902", (1,), exit_code=1, tensor="tokens", facts={"token": 117, "rows": 100}),
 )
 
 # Nothing is broken yet: the run ends as it would have without us.
 TRENDS = (
-    slow("loss_spike", "MC413", (0,), nproc=1, exit_code=0, says=("at step 140", "3 steps in a row")),
+    slow("loss_spike", "MC413", (0,), nproc=1, exit_code=0, cause="spike", says=("at step 140",)),
     slow(
         "rate_too_small",
         "MC414",
         (0, 1),
         exit_code=0,
-        says=("learning rate 3e-09", "ln(64) is 4.159", "rate is too small", "moved a weight by"),
+        cause="rate_too_small",
+        facts={"rates": [3e-9], "choices": 64},
     ),
     slow(
         "dead_layer",
@@ -487,9 +518,11 @@ TRENDS = (
         (0,),
         nproc=1,
         exit_code=0,
-        says=("body.weight gets no gradient", "body.bias", "head.weight"),
+        cause="stopped",
+        tensor="body.weight",
+        facts={"without_gradient": ["body.weight", "body.bias", "head.weight"]},
     ),
-    slow("penalty_sign", "MC416", (0, 1), exit_code=0, says=("gradient norm", "largest part of it is that of 2.")),
+    slow("penalty_sign", "MC416", (0, 1), exit_code=0, cause="gradients", tensor="2."),
 )
 
 FAULTS: tuple[Fault, ...] = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from model_check.record.events.base import Event
+from model_check.record.process_sample import RankSample
 from model_check.record.verdict import Outcome
 
 StopReason = Literal["hang", "proven", "interrupted"]
@@ -114,3 +116,40 @@ class Threads(Event, kind="threads"):
     """How many threads torch computes with in this rank."""
 
     compute: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderWorker(Event, kind="loader_worker"):
+    """A data loader of this rank started a worker process."""
+
+    worker_pid: int = 0
+    worker_id: int = 0  # its place in the loader: 0 begins a new set of workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions(Event, kind="versions"):
+    """What this rank runs, told when it has joined its peers."""
+
+    torch: str = ""
+    python: str = ""
+    cuda: str | None = None
+    script: str = ""
+    script_sha256: str | None = None  # None: the script cannot be read
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartMark(Event, kind="checkpoint_mark"):
+    """A rank of our trainer has passed one of the checkpoints of its start (record/start_marks.py)."""
+
+    number: int = 0
+    name: str = ""
+    off: str | None = None  # why the component that the checkpoint is named after is switched off
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples(Event, kind="sample"):
+    """One look of the launcher at every rank through /proc."""
+
+    machine_cpu_s: float | None = None  # what all processors together have worked since the machine started
+    ranks: Mapping[int, RankSample] = field(default_factory=dict)
