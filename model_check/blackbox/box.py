@@ -8,12 +8,15 @@ its own if it turns out to be a rank.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal, ParamSpec
 
 from model_check.blackbox.frames import UserCode
@@ -205,6 +208,27 @@ class BlackBox:
 BOX = BlackBox()
 
 
+@dataclass
+class StepFollower:
+    """The hook through which the black box tells another package of every step, without importing that package.
+
+    The module with this name is imported only at the first step, because it needs torch fully imported.
+    """
+
+    module: str = ""
+
+    def load(self) -> ModuleType | None:
+        return importlib.import_module(self.module) if self.module else None
+
+    @property
+    def loaded(self) -> ModuleType | None:
+        """None before the first step, and if no module follows."""
+        return sys.modules.get(self.module)
+
+
+FOLLOWER = StepFollower()
+
+
 def harmless(note: Callable[Given, None]) -> Callable[Given, None]:
     """For notes that are taken inside the script's calls and handlers: a failure of ours is recorded, not raised."""
 
@@ -242,6 +266,7 @@ def rank_from_environment(environ: Mapping[str, str]) -> int | None:
 __all__ = [
     "BOX",
     "DTYPE",
+    "FOLLOWER",
     "GUARD_VARIABLE",
     "OP",
     "PHASE",

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from model_check.blackbox.box import BOX
-from model_check.blackbox.step_follower import FOLLOWER
+from model_check.blackbox.box import BOX, FOLLOWER
 from model_check.record.events.memory import RecordingFailed
 
 # Our code that runs inside a script. Our own trainer's model is compiled like any other.

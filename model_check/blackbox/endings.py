@@ -20,11 +20,10 @@ from typing import Any, NoReturn
 
 from model_check.blackbox import memory_marks
 from model_check.blackbox.backend_shutdown import let_backends_finish
-from model_check.blackbox.box import BOX, harmless
+from model_check.blackbox.box import BOX, FOLLOWER, harmless
 from model_check.blackbox.exceptions import NOTES, event_of, hide_our_frames, shown
 from model_check.blackbox.relayed_errors import words
 from model_check.blackbox.spans import is_wrapped
-from model_check.blackbox.step_follower import FOLLOWER
 from model_check.record.events.crashes import Exit, ThreadException, UncaughtException, WayOut
 
 _LEFT_S = 0.4

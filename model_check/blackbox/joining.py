@@ -24,9 +24,9 @@ from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.groups import GROUPS
 from model_check.blackbox.service import Service, write_stacks_on_demand
 from model_check.blackbox.spans import spanned
-from model_check.record.events.process import Threads, Versions
+from model_check.record.events.process import Joining, Threads, Versions
 from model_check.record.process_identity import is_near, live_pid
-from model_check.record.ring import MEMBERS_ONLY, read_header, read_ring
+from model_check.record.ring import MEMBERS_ONLY, RAISED, read_header, read_ring
 
 _JOINING = SpanKind("init", "new_group")
 _AT_WORK = frozenset({"init", "forward", "backward", "optimizer", "collective", "p2p", "barrier", "step"})
@@ -133,7 +133,7 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(*args, **kwargs)
         except BaseException as error:
             if recorder is not None:
-                BOX.end(recorder, _JOINING, span, f"raised {type(error).__name__}")
+                BOX.end(recorder, _JOINING, span, f"{RAISED}{type(error).__name__}")
                 NOTES.left_a_call(error, "init_process_group")
             raise
         finally:
@@ -159,7 +159,7 @@ def _before_joining(rank: int | None, world_size: int | None, store: str) -> int
     if recorder is None:
         return 0
     NOTES.moved_on()
-    BOX.event("joining", world_size=world_size)
+    BOX.event(Joining(world_size=world_size))
     span = BOX.begin(recorder, _JOINING, "init_process_group")
     _start_service()
     return span

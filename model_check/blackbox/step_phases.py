@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from model_check.blackbox import batch_samples, current_phase, memory_marks
-from model_check.blackbox.box import BOX, SpanKind
+from model_check.blackbox.box import BOX, FOLLOWER, SpanKind
 from model_check.blackbox.current_phase import (
     BEYOND_THEM_EVERY_S,
     FORWARDS_PER_STEP,
@@ -22,9 +22,9 @@ from model_check.blackbox.current_phase import (
 )
 from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.spans import Original, spanned
-from model_check.blackbox.step_follower import FOLLOWER
 from model_check.errors import NumericsError
 from model_check.record.events.process import LoaderWorker
+from model_check.record.ring import RAISED
 
 _FORWARD = SpanKind("forward")
 _OPTIMIZER = SpanKind("optimizer")
@@ -181,7 +181,7 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
     except BaseException as error:
         if learns_by_itself:
             steps.forward_failed()
-        BOX.end(recorder, _FORWARD, span, f"raised {type(error).__name__}")
+        BOX.end(recorder, _FORWARD, span, f"{RAISED}{type(error).__name__}")
         NOTES.left_a_call(error, "forward")
         raise
     finally:

@@ -55,7 +55,7 @@ def _newest_progress(s: StuckRank) -> Crumb | None:
 def _is_progress(crumb: Crumb) -> bool:
     if crumb.phase not in WAIT_PHASES:
         return True
-    return crumb.phase not in POLLING_PHASES and crumb.event == "end" and not crumb.detail.startswith("raised")
+    return crumb.phase not in POLLING_PHASES and crumb.event == "end" and not crumb.raised
 
 
 def _workers_get_on(s: StuckRank) -> str:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 from model_check.diagnose.evidence import Evidence, RankEvidence
-from model_check.diagnose.flight import read_flight
-from model_check.diagnose.following import FollowedRing
+from model_check.diagnose.issues import FollowedRing
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
 from model_check.record.environment import Environment
@@ -30,6 +29,7 @@ from model_check.record.events.crashes import Exit
 from model_check.record.events.job import RankExit, RankStarted
 from model_check.record.events.process import JobStarted, Samples
 from model_check.record.files import open_regular, read_tail
+from model_check.record.flight import read_flight
 from model_check.record.metrics import read_metrics
 from model_check.record.process_sample import RankSample
 from model_check.record.run_plan import RunPlan

@@ -19,7 +19,7 @@ from typing import Any
 
 from model_check.record import RunDir, write_json_atomic
 from model_check.record.error_texts import PORT_TAKEN
-from model_check.record.events.process import Samples
+from model_check.record.events.process import FlightRefused, PortHeld, Samples
 from model_check.record.journal import Journal
 from model_check.record.process_sample import RankSample
 from model_check.record.redaction import redact_argv
@@ -131,7 +131,7 @@ class Gatherer:
                 write_json_atomic(path, answer.result(timeout=max(0.0, deadline - time.monotonic())))
                 self._keep(rank, path)
             except (OSError, ValueError, TimeoutError) as error:
-                self._journal.write("flight_refused", rank=rank, error=f"{type(error).__name__}: {error}")
+                self._journal.write(FlightRefused(rank=rank, error=f"{type(error).__name__}: {error}"))
         pool.shutdown(wait=False, cancel_futures=True)
 
     def memory_kills(self) -> None:
@@ -173,7 +173,7 @@ class Gatherer:
             self._ports_named.add(port)
             holder = processes.port_holder(port)
             pid, command = (holder.pid, redact_argv(holder.command, os.environ)) if holder else (None, [])
-            self._journal.write("port", port=port, holder_pid=pid, holder_cmd=" ".join(command))
+            self._journal.write(PortHeld(port=port, holder_pid=pid, holder_cmd=" ".join(command)))
 
     def close(self) -> None:
         self._kills.close()

@@ -23,19 +23,18 @@ from dataclasses import dataclass, replace
 
 from model_check.record import Finding, RunDir, Verdict
 from model_check.record.events.crashes import Exit, UncaughtException
-from model_check.record.events.process import Stopped, StopReason
+from model_check.record.events.process import Stalled, StallWithdrawn, Stopped, StopReason
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
 from model_check.record.ring import read_header
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import DetectionTimes, Outcome, VerdictFile
 from model_check.supervise import processes, waiting
-from model_check.supervise.announcements import Announcements
+from model_check.supervise.announcements import Announcements, CalmLine, calm_line
 from model_check.supervise.collect import FlightRequest, Gatherer
 from model_check.supervise.hooks import EndJob, Hooks, JobView
 from model_check.supervise.process_exits import exit_code_recorded
-from model_check.supervise.pulse import Pulse
-from model_check.supervise.watched_rank import Rank, Stall
+from model_check.supervise.watched_rank import Pulse, Rank, Stall
 
 Examine = Callable[[RunDir, bool], Verdict]
 _CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself
@@ -341,15 +340,16 @@ class Supervisor:
             return False
         since = min(rank.pulse.last_at for rank in quiet)
         doing = [where[rank.rank] for rank in working if rank.rank in where and rank.rank not in waits]
-        self._say_calmly(waiting.work_line(doing, len(waits)), now - since, now)
+        line = waiting.work_line(doing, len(waits))
+        self._say_calmly(CalmLine(line, line), now - since, now)
         return True
 
-    def _say_calmly(self, line: str, waited_s: float, now: float) -> None:
+    def _say_calmly(self, line: CalmLine, waited_s: float, now: float) -> None:
         """Prints one line while ranks wait and nothing is wrong, and another every half minute."""
         if now < self._calm_line_due or (not self._calm_line_due and not self.announcements.is_news(line, waited_s)):
             return
         self._calm_line_due = now + self._limits.say_every_s
-        self.say(line)
+        self.say(line.text)
 
     def _look(self, stall: Stall, now: float) -> None:
         """Takes bursts of stacks of ranks that do not wait: only several looks tell progress from an endless loop."""
@@ -366,12 +366,10 @@ class Supervisor:
         seen = {rank: pid for rank, pid in seen.items() if not processes.is_stopped(pid)}
         self._gather.look(seen, with_children={activity.rank for activity in working if activity.phase == "data"})
 
-    def _calm_line(self) -> str | None:
+    def _calm_line(self) -> CalmLine | None:
         """What the ranks wait for, if the verdict on the stall is that nothing is wrong."""
         told = [finding for finding in self.verdict.findings if finding.code.startswith("MC2")]
-        if not told or any(finding.severity != "info" for finding in told):
-            return None
-        return waiting.calm_line(told[0].title, len(told[0].victims))
+        return calm_line(told[0]) if told and all(finding.severity == "info" for finding in told) else None
 
     def _suspicious(self, quiet: list[Rank], now: float) -> bool:
         """Before the first step long silence is normal (imports, compilation), unless peers already wait."""
@@ -387,7 +385,7 @@ class Supervisor:
         stall.examined = True
         self._take_sample(now)
         self._gather.stacks(self._pids())
-        self.journal.write("stall", since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since)
+        self.journal.write(Stalled(since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since))
         self._examine_now(time.monotonic())
 
     def _withdraw(self, stall: Stall, now: float) -> None:
@@ -395,7 +393,7 @@ class Supervisor:
         self._in_io_since = None
         if not stall.examined or self._crashed:
             return
-        self.journal.write("stall_withdrawn", after_s=now - stall.since)
+        self.journal.write(StallWithdrawn(after_s=now - stall.since))
         self._detection_times = DetectionTimes()
         if self.announcements.withdraw(now - stall.since):
             self.say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")

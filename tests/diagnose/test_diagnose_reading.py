@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from staging import T0
 
 from model_check.diagnose import Examiner, examine, load
-from model_check.diagnose.flight import op_name, read_flight
 from model_check.diagnose.reading import JsonlTail, Reader, read_fault_text
 from model_check.record import JsonlWriter, RunDir
 from model_check.record.events.memory import MemoryMark
+from model_check.record.flight import op_name, read_flight
 from model_check.record.process_sample import ProcessSample, RankSample
 from model_check.record.stacks import Frame, innermost_user, read_stacks
 from model_check.record.user_code import is_user_file
@@ -131,19 +131,6 @@ def test_times_of_detection_survive_in_the_verdict_file(stage):
     assert examine(stage.run_dir, live=False).findings[0].seconds_to_detect is None
 
 
-def test_records_with_the_trainers_own_field_names_are_understood(tmp_path):
-    path = tmp_path / "events.jsonl"
-    trace = 'Traceback:\n  File "train.py", line 12, in step\n    loss = f(x)\nValueError: x'
-    path.write_text(
-        json.dumps({"kind": "exception", "monotonic": 5.0, "type": "ValueError", "traceback": trace}) + "\n"
-    )
-    tail = JsonlTail(path)
-    assert tail.update() == []
-    record = tail.records[0]
-    assert (record["event"], record["t"]) == ("exception", 5.0)
-    assert record["frames"] == [{"file": "train.py", "line": 12, "function": "step"}]
-
-
 @given(st.lists(st.one_of(st.binary(max_size=40), st.just(b'{"event": "x"}')), max_size=12), st.integers(0, 200))
 def test_event_files_of_any_content_are_read_in_pieces_or_at_once(tmp_path_factory, lines, cut):
     path = tmp_path_factory.mktemp("events") / "e.jsonl"
@@ -218,8 +205,9 @@ def test_the_flight_recorder_of_gloo(tmp_path):
     path = tmp_path / "rank-00000.1.json"
     path.write_text(json.dumps(FLIGHT))
     first, second = read_flight(path)
-    assert (first.op, first.in_flight, first.site, first.shapes) == ("all_reduce", False, "train.py:40", ((8,),))
-    assert (second.op, second.in_flight, second.site, second.seq) == ("broadcast", True, "train.py:41", 2)
+    assert (first.op, first.in_flight, first.input_sizes) == ("all_reduce", False, ((8,),))
+    assert (second.op, second.in_flight, second.collective_seq_id) == ("broadcast", True, 2)
+    assert [entry.user_frame and entry.user_frame.site for entry in (first, second)] == ["train.py:40", "train.py:41"]
 
 
 @pytest.mark.parametrize(

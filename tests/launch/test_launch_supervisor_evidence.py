@@ -29,8 +29,8 @@ from model_check.record.user_code import is_user_file
 from model_check.supervise import processes, stacks
 from model_check.supervise.memorykills import KernelLog, parse_kill
 from model_check.supervise.process_exits import ExitWatcher, decode_wait_status
-from model_check.supervise.pulse import Pulse
 from model_check.supervise.waiting import Activity, activities, waiting_line
+from model_check.supervise.watched_rank import Pulse
 
 
 @pytest.fixture

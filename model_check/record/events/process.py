@@ -58,6 +58,60 @@ class GroupJoined(Event, kind="group"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Joining(Event, kind="joining"):
+    """This rank is about to enter init_process_group."""
+
+    world_size: int | None = None  # how many ranks it expects to meet; None: not known before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled(Event, kind="stall"):
+    """Some ranks have made no progress for longer than the supervisor's threshold, and nobody works for them."""
+
+    since_t: float = 0.0  # their last progress, CLOCK_MONOTONIC seconds
+    threshold_s: float = 0.0
+    waiting_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallWithdrawn(Event, kind="stall_withdrawn"):
+    """The ranks of the last stall make progress again."""
+
+    after_s: float = 0.0  # length of the stall
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlightRefused(Event, kind="flight_refused"):
+    """A rank did not hand out its flight recorder."""
+
+    rank: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortHeld(Event, kind="port"):
+    """A rank found its port taken; who listened on it a moment later."""
+
+    port: int = 0
+    holder_pid: int | None = None  # 0: a process of another user; None: nobody any more
+    holder_cmd: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attached(Event, kind="attached"):
+    """`model-check attach` began to look at a job that was started without us."""
+
+    nproc: int = 0  # its ranks on this host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture(Event, kind="picture"):
+    """What `attach` printed about the job."""
+
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Threads(Event, kind="threads"):
     """How many threads torch computes with in this rank."""
 
