@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, TextIO, TypeVar
 
 from model_check.blackbox import relayed_errors
-from model_check.blackbox.box import BOX
+from model_check.blackbox.box import BOX, harmless
 from model_check.errors import ModelCheckError
 from model_check.record.events.crashes import ExceptionEvent, Origin, RaisedException, SwallowedException, Told
 from model_check.record.redaction import redact_text, secret_values
@@ -35,6 +35,7 @@ _MAX_SWALLOWED = 200
 _MAX_PER_LINE = 3
 _MAX_MESSAGE = 4000
 _MOST_PARTS = 8
+_MONITORING_ID = 4  # 0 to 2 and 5 are spoken for by debuggers, coverage, profilers and optimizers
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)  # since Python 3.11
 _OUR_PACKAGE = __file__.rpartition("blackbox")[0]  # spelled as in our frames' co_filename
 # Control flow, not faults.
@@ -48,7 +49,7 @@ def event_of(error: BaseException, kind: type[E], **more: Any) -> E:
     user_frame = code.user_frame(frames)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         # The line that does not parse never ran, so no frame has it.
-        user_frame = code.described(error.filename, error.lineno, "<module>")
+        user_frame = code.described(str(error.filename), error.lineno, "<module>")
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     # The line of a group is only where they were put together.
     parts = error.exceptions[:_MOST_PARTS] if _GROUP is not None and isinstance(error, _GROUP) else None
@@ -140,6 +141,7 @@ class Notes:
         """A handler of the script's has it. It may still raise it again."""
         self._note(error, "handler")
 
+    @harmless
     def _note(self, error: BaseException, during: str) -> None:
         if isinstance(error, _ORDINARY) or self._written >= _MAX_SWALLOWED:
             return
@@ -163,6 +165,7 @@ class Notes:
         if self._pending:
             self._settle(handled)
 
+    @harmless
     def _settle(self, handled: BaseException | None) -> None:
         thread = threading.get_ident()
         pending = self._pending.get(thread)
@@ -187,6 +190,27 @@ class Notes:
 
 
 NOTES = Notes()
+
+
+def hear_handlers() -> None:
+    """Hears of exceptions that the user's own code catches in silence, where the interpreter can tell.
+
+    sys.monitoring (Python 3.12) calls back only when an exception reaches a handler, so a script that raises nothing
+    pays nothing. Before that, an exception is noticed when it leaves an instrumented call or when its handler speaks.
+    """
+    if sys.version_info < (3, 12):
+        return
+    monitoring: Any = sys.monitoring
+    if monitoring.get_tool(_MONITORING_ID) is not None:
+        return
+    monitoring.use_tool_id(_MONITORING_ID, "model-check")
+    monitoring.register_callback(_MONITORING_ID, monitoring.events.EXCEPTION_HANDLED, _handled)
+    monitoring.set_events(_MONITORING_ID, monitoring.events.EXCEPTION_HANDLED)
+
+
+def _handled(code: CodeType, offset: int, error: BaseException) -> None:
+    if BOX.recorder is not None and BOX.code.shown(code.co_filename) is not None:
+        NOTES.caught(error)
 
 
 def _is_our_log(stream: TextIO) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from model_check.record.redaction import redact_text
-from model_check.record.stacks import Frame
+from model_check.record.stacks import Frame, innermost_user
 from model_check.record.user_code import is_door, is_trainer, is_user_file
 
 _MAX_FRAMES = 60
@@ -104,15 +104,7 @@ class UserCode:
 
     def user_frame(self, frames: Sequence[Frame]) -> Frame | None:
         """The innermost user frame among described ones."""
-        ours = None
-        for frame in reversed(frames):
-            if self.shown(frame.file) is not None:
-                return frame
-            if frame.file in self._ours:
-                ours = ours or frame
-                if is_door(frame.file):
-                    break
-        return ours
+        return innermost_user(reversed(frames), lambda frame: self.shown(frame.file) is not None)
 
 
 def given_script() -> str:

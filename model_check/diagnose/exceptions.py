@@ -16,6 +16,7 @@ from model_check.record.error_texts import (
     is_dead_worker,
 )
 from model_check.record.events.crashes import ExceptionEvent
+from model_check.record.events.process import PortHeld
 
 _NO_GPU = re.compile(
     r"invalid device ordinal|no CUDA GPUs are available|devices? (is|are) busy or unavailable|Duplicate GPU detected|"
@@ -41,6 +42,18 @@ _CHECKPOINT_TEXT = re.compile(r"\b(torch|pickle|joblib|np|numpy)\.load\(|\bload_
 _MAKES_DIRECTORY = re.compile(r"\bmkdir\(|\bmakedirs\(|\.mkdir\(|\brmtree\(|\bsymlink|\brename\(|\breplace\(")
 _READS = re.compile(r"load|read|open|from_file|decode|restore|from_pretrained", re.I)
 
+# Code, title, names of exception classes, and what their text says; the first that fits counts.
+_SUBJECTS: tuple[tuple[str, str, tuple[str, ...], re.Pattern[str] | None], ...] = (
+    ("MC310", "{who} cannot import: {text}", ("ImportError", "ModuleNotFoundError"), None),
+    ("MC501", "{who} ran out of device memory", ("OutOfMemoryError",), DEVICE_OOM),
+    ("MC311", "an assertion failed on the device of {who}", (), DEVICE_ASSERT),
+    ("MC312", "the device of {who} failed", (), DEVICE_LOST),
+    ("MC104", "{who} has no usable GPU: {text}", (), _NO_GPU),
+    ("MC307", "{who} ran out of host memory", ("MemoryError",), HOST_OOM),
+    ("MC604", "{who} could not write: the disk, a quota or a limit on file sizes leaves no room", (), NO_ROOM),
+    ("MC604", "{who} could not write a file to its end: most likely its disk has no room", (), _SHORT_WRITE),
+)
+
 
 def classify_exception(error: ExceptionEvent, evidence: Evidence, ranks: Iterable[int]) -> tuple[str, str]:
     """The code, and the title with `{who}` for the ranks; an empty title means: quote the exception."""
@@ -52,22 +65,9 @@ def classify_exception(error: ExceptionEvent, evidence: Evidence, ranks: Iterabl
         return "MC103", _port_title(evidence)
     if is_dead_worker(error):
         return "MC216", "a loader worker of {who} died"
-    if kind in ("ImportError", "ModuleNotFoundError"):
-        return "MC310", f"{{who}} cannot import: {_short(text)}"
-    if kind == "OutOfMemoryError" or DEVICE_OOM.search(text):
-        return "MC501", "{who} ran out of device memory"
-    if DEVICE_ASSERT.search(text):
-        return "MC311", "an assertion failed on the device of {who}"
-    if DEVICE_LOST.search(text):
-        return "MC312", "the device of {who} failed"
-    if _NO_GPU.search(text):
-        return "MC104", f"{{who}} has no usable GPU: {_short(text)}"
-    if kind == "MemoryError" or HOST_OOM.search(text):
-        return "MC307", "{who} ran out of host memory"
-    if NO_ROOM.search(text):
-        return "MC604", "{who} could not write: the disk, a quota or a limit on file sizes leaves no room"
-    if _SHORT_WRITE.search(text):
-        return "MC604", "{who} could not write a file to its end: most likely its disk has no room"
+    for code, title, kinds, pattern in _SUBJECTS:
+        if kind in kinds or (pattern is not None and pattern.search(text)):
+            return code, title.replace("{text}", _short(text))
     some_only = len(set(ranks)) < max(1, evidence.world_size)
     if some_only and kind == "FileExistsError" and _touches_directory(error):
         return "MC107", f"{{who}} lost a race for a directory: {_short(text)}"
@@ -80,12 +80,12 @@ def classify_exception(error: ExceptionEvent, evidence: Evidence, ranks: Iterabl
 
 
 def _port_title(evidence: Evidence) -> str:
-    holders = evidence.said("port")
+    holders = evidence.said(PortHeld)
     if not holders:
         return "the port {who} wants to listen on is taken"
     held = holders[-1]
-    by = f" by process {held['holder_pid']} ({held.get('holder_cmd') or '?'})" if held.get("holder_pid") else ""
-    return f"port {held.get('port')}, which {{who}} needs, is taken{by}"
+    by = f" by process {held.holder_pid} ({held.holder_cmd or '?'})" if held.holder_pid else ""
+    return f"port {held.port}, which {{who}} needs, is taken{by}"
 
 
 def _short(text: str) -> str:

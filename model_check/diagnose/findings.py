@@ -75,11 +75,13 @@ def ended_by_text(finding: Finding) -> list[str]:
     end = finding.facts.get("ended_by")
     if end is None:
         return []
-    who, message = ranks_text(end["ranks"]), end.get("message")
+    who = ranks_text(end["ranks"])
+    words = f": {end['message']}" if end.get("message") else f" in `{end['statement']}`" if "statement" in end else ""
     if "exception" in end:
-        return [f"observed: {who} then raised {end['exception']}" + (f": {message}" if message else "")]
+        where = f" at {end['location']} in {end['function']}" if end["location"] else ""
+        return [f"observed: {who} then raised {end['exception']}{words}{where}"]
     way = f" through {end['via']}" if "via" in end else ""
-    return [f"observed: {who} then exited with code {end['exit_code']}{way}" + (f": {message}" if message else "")]
+    return [f"observed: {who} then exited with code {end['exit_code']}{way}{words}"]
 
 
 def waiting_text(waits: Mapping[int, Wait], ranks: Iterable[int]) -> list[str]:

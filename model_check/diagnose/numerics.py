@@ -102,7 +102,8 @@ def stopped_by_it(evidence: Evidence, findings: list[Finding], crash: Finding) -
         return None
     first = findings[0]
     victims = {*first.victims, *crash.victims, *crash.ranks} - set(first.ranks) if first.ranks else set()
-    facts = {**first.facts, "ended_by": {"ranks": crash.ranks, **crash.facts}, "stranded": crash.victims}
+    end = {"ranks": crash.ranks, "location": crash.location, "function": crash.function, **crash.facts}
+    facts = {**first.facts, "ended_by": end, "stranded": crash.victims}
     ended = replace(first, severity="error", victims=sorted(victims), facts=facts)
     ended.evidence = [*first.evidence, *ended_by_text(ended), *crash.evidence[1:]]
     return [ended, *findings[1:]]
@@ -132,11 +133,9 @@ def _told(evidence: Evidence, kind: type[E]) -> list[tuple[int, E]]:
         known: list[NonFinite | NonFiniteReceived]
         known = [*rank.happened(NonFinite), *rank.happened(NonFiniteReceived)]
         final = {event.step for event in known if not event.preliminary}
-        told += [
-            (rank.rank, event)
-            for event in rank.happened(kind)
-            if not (goes_on and event.action == "stopped") and not (event.preliminary and event.step in final)
-        ]
+        for event in rank.happened(kind):
+            if not (goes_on and event.action == "stopped") and not (event.preliminary and event.step in final):
+                told.append((rank.rank, event))
     return told
 
 

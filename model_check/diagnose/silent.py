@@ -227,5 +227,5 @@ def _with_token(evidence: Evidence, finding: Finding) -> Finding:
         evidence=[line, *finding.evidence],
         fix=list(CATALOGUE["MC902"].fix),
         cause=None,
-        facts={"token": largest, "rows": rows},
+        facts={"token": largest, "rows": rows, "module": event.module},
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +46,6 @@ MOST_IN_A_ROW = 20
 MOST_SAMPLES = 64
 _STEPS_REMEMBERED = 20
 _OVERFLOWING = 1e15  # its square, summed over a model, leaves float32
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the run must do now (halt, skip, rollback), and what to raise if it stops."""
-
-    action: Action
-    error: NumericsError
-
-
-@dataclass(frozen=True)
-class WeightFacts:
-    """How large the weights are: what a rate, an initialisation or a format is judged by."""
-
-    size_at_start: float | None
-    widest_gain: tuple[str, float] | None
-    largest: tuple[str, float] | None
 
 
 class Guard:
@@ -119,8 +102,8 @@ class Guard:
         """After a bad step the run is to go back, if there is a checkpoint."""
         return self._wanted == "rollback"
 
-    def handle(self, info: StepInfo, inputs: StepInputs, *, checkpoint: int | None) -> Outcome | None:
-        """Explains a bad step, with all ranks; None where the run just goes on, since enough were explained.
+    def handle(self, info: StepInfo, inputs: StepInputs, *, checkpoint: int | None) -> bool:
+        """Explains a bad step, with all ranks. Raises where the run must stop, says whether it must go back.
 
         checkpoint: the step of the one to go back to, where there is one
         """
@@ -131,8 +114,8 @@ class Guard:
             # A weight that is bad already, for one: nothing is learnt any more, and the next one is no better.
             action, why = "halt", f"{self._in_a_row} steps in a row are not finite, so it stops (debug.on_nan)"
         elif action == "skip" and self._explained > MOST_EXPLAINED:
-            self._train_step.release()
-            return None
+            self._train_step.release()  # enough were explained
+            return False
         if action == "rollback" and (reason := self._why_not_back(checkpoint)):
             action, why = "halt", f"{reason}, so it stops instead of going back (debug.on_nan)"
         self._rollbacks += action == "rollback"
@@ -142,7 +125,9 @@ class Guard:
         self._train_step.optimizer.zero_grad(set_to_none=True)
         self._train_step.release()
         self.dumped = dump is not None and bool(dump.files)
-        return Outcome(action, explanation.error())
+        if action == "halt":
+            raise explanation.error()
+        return action == "rollback"
 
     def _why_not_back(self, checkpoint: int | None) -> str:
         """Empty where the run may go back to this one."""
@@ -158,12 +143,27 @@ class Guard:
 
     def _explain(self, info: StepInfo, inputs: StepInputs) -> Explanation:
         # Before anything is gathered: afterwards a sharded model may show its parameters whole, in half precision.
-        weights = WeightFacts(self._weight_size, _widest_gain(self._model), _largest_weight(self._model))
+        widest_gain, largest_weight = _widest_gain(self._model), _largest_weight(self._model)
         replayer = Replayer(self._train_step, self._model, _shown)
         replayed = self._replay(replayer, info, inputs)
         agreed = self._agree(info, replayed, together=replayer.together)
         rows = self._bad_rows(replayer, inputs) if agreed.forward else None
-        cause = judge_cause(self._situation(info, inputs, replayed, agreed, rows, weights))
+        situation = Situation(
+            origin=replayed.origin,
+            steps_done=self._steps_done,
+            rate=info.lr,
+            before=tuple(self._before),
+            weight_size=self._weight_size,
+            widest_gain=widest_gain,
+            bad_samples=range(len(rows)) if rows is not None else None,
+            batch_samples=sum(sample_count(batch) for batch in inputs.micro_batches),
+            ignored_labels=any(_all_ignored(batch) for batch in inputs.micro_batches),
+            scale=info.scale if self._train_step.loss_scale.enabled else None,
+            last_good_scale=self._last_good_scale,
+            reproduced=agreed.reproduced,
+            largest_weight=largest_weight,
+        )
+        cause = judge_cause(situation)
         found = Explanation(self._place.rank, info, inputs, replayed, agreed, cause, rows)
         verdicts = self._gather((cause.code, found.where))
         return replace(found, agreed=replace(agreed, verdict=verdicts[agreed.reporter]))
@@ -221,31 +221,6 @@ class Guard:
         values: list[Any] = [None] * self._place.world_size
         dist.all_gather_object(values, value)
         return values
-
-    def _situation(
-        self,
-        info: StepInfo,
-        inputs: StepInputs,
-        replayed: Replayed,
-        agreed: Agreed,
-        rows: tuple[Row, ...] | None,
-        weights: WeightFacts,
-    ) -> Situation:
-        return Situation(
-            origin=replayed.origin,
-            steps_done=self._steps_done,
-            rate=info.lr,
-            before=tuple(self._before),
-            weight_size=weights.size_at_start,
-            widest_gain=weights.widest_gain,
-            bad_samples=range(len(rows)) if rows is not None else None,
-            batch_samples=sum(sample_count(batch) for batch in inputs.micro_batches),
-            ignored_labels=any(_all_ignored(batch) for batch in inputs.micro_batches),
-            scale=info.scale if self._train_step.loss_scale.enabled else None,
-            last_good_scale=self._last_good_scale,
-            reproduced=agreed.reproduced,
-            largest_weight=weights.largest,
-        )
 
     # Telling
 

@@ -18,7 +18,7 @@ import torch
 from model_check.blackbox.spans import span
 from model_check.engine.inputs import RandomState, StepInputs
 from model_check.engine.precision import BACKOFF
-from model_check.engine.step import StepTensors, TrainStep
+from model_check.engine.step import TrainStep
 from model_check.record.metrics import StepMetrics
 
 
@@ -62,8 +62,7 @@ class LoopPlan:
     peak_flops: float | None = None  # of all ranks together
 
 
-def _issue(inputs: StepInputs, data_wait_s: float, tensors: StepTensors, since: torch.cuda.Event | None) -> _Issued:
-    packed = tensors.packed
+def _issue(inputs: StepInputs, data_wait_s: float, packed: torch.Tensor, since: torch.cuda.Event | None) -> _Issued:
     if since is None:
         return _Issued(data_wait_s, inputs, packed, None, None)
     host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
@@ -161,8 +160,8 @@ class Loop:
         return self._run(inputs, 0.0)
 
     def _run(self, inputs: StepInputs, data_wait_s: float) -> _Issued:
-        tensors = self._train_step(inputs.micro_batches, inputs.rate, stop_requested=self._stop_requested())
-        issued = _issue(inputs, data_wait_s, tensors, self._last_moment)
+        packed = self._train_step(inputs.micro_batches, inputs.rate, stop_requested=self._stop_requested())
+        issued = _issue(inputs, data_wait_s, packed, self._last_moment)
         self._last_moment = issued.arrived
         return issued
 

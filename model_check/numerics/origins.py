@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -183,8 +184,8 @@ class OriginFinder(TorchDispatchMode):
         self.backward: Origin | None = None
         self._model = model
         self._shown = shown
-        self._origins: dict[int, Origin] = {}
-        self._sums: set[int] = set()
+        self._origins: dict[Any, Origin] = {}  # by what _memory returns
+        self._sums: set[Any] = set()
         self._sites: dict[int, Site] = {}
         self._first_made: Origin | None = None  # of those that nothing has masked since
 
@@ -378,10 +379,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _memory(tensor: torch.Tensor) -> StorageWeakRef | tuple[str, int]:
+    """The tensor's memory, as a key. A weak reference keeps its address from being given to other memory."""
     local = local_part(tensor)
     local = getattr(local, "elem", local)  # a result that is still on its way wraps the memory it will arrive in
-    return local.untyped_storage()._cdata if local.layout == torch.strided else id(local)
+    return StorageWeakRef(local.untyped_storage()) if local.layout == torch.strided else ("sparse", id(local))
 
 
 def _is_view(func: Any) -> bool:

@@ -66,34 +66,26 @@ class JsonlWriter:
 
 @dataclass
 class JsonlReading:
-    """What could be read, and a sentence for each line that could not."""
+    """The whole records of a file."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
-    damage: list[str] = field(default_factory=list)
 
 
 def read_jsonl(path: Path) -> JsonlReading:
-    """Every whole record of the file; a missing file is an empty one."""
+    """Skips what is no JSON object, such as a line torn by a kill. A file that cannot be read is an empty one."""
     reading = JsonlReading()
     try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+        with open_regular(path) as file:
+            lines = file.read().split(b"\n")
+    except OSError:
         return reading
-    lines = data.split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        torn_tail = number == len(lines)
+    for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
-            what = "the last record is torn (its writer was killed)" if torn_tail else "is not JSON"
-            reading.damage.append(f"{path.name}:{number}: {what}")
             continue
         if isinstance(record, dict):
             reading.records.append(record)
-        else:
-            reading.damage.append(f"{path.name}:{number}: is not an object")
     return reading
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,19 +100,9 @@ class RunDir:
 
         Metrics, configuration and checkpoints stay: they belong to the run, whatever number of attempts it takes.
         """
-        evidence = (self.events_dir, self.blackbox_dir, self.stacks_dir, self.flight_dir, self.verdict)
-        left = [path for path in evidence if (any(path.iterdir()) if path.is_dir() else path.exists())]
-        if not left:
-            return None
-        attempts = self.root / "attempts"
-        number = 1 + max((int(path.name) for path in attempts.glob("[0-9]*")), default=0)
-        aside = attempts / str(number)
-        aside.mkdir(parents=True)
-        for path in left:
-            path.rename(aside / path.name)
-        for folder in (self.events_dir, self.blackbox_dir):
-            folder.mkdir(exist_ok=True)
-        return aside
+        left = [path for folder in self._evidence for path in folder.glob("*")]
+        numbers = (int(path.name) for path in self._attempts.glob("[0-9]*"))
+        return self._set_aside([*left, *filter(Path.exists, [self.verdict])], numbers)
 
     def set_aside_earlier_life(self, rank: int, world_size: int) -> Path | None:
         """The same, where another launcher starts the ranks and none of them may move what another writes already.
@@ -119,23 +110,33 @@ class RunDir:
         Each rank moves its own files; rank 0 those that nobody writes in this life: the verdict, the supervisor's
         events, and what ranks left whose number does not exist any more.
         """
-        folders = (self.events_dir, self.blackbox_dir, self.stacks_dir, self.flight_dir)
-        found = [path for folder in folders for path in folder.glob("rank-*")]
+        found = [path for folder in self._evidence for path in folder.glob("rank-*")]
         left = [path for path in found if path.name.startswith(f"rank-{rank:05d}")]
         if rank == 0:
             left += [path for path in found if path.name[5:10].isdigit() and int(path.name[5:10]) >= world_size]
             left += [path for path in (self.supervisor_events, self.verdict) if path.exists()]
+        # Every rank counts its own lives: where all of them lived equally often, they come to the same number.
+        numbers = (int(path.parts[-3]) for path in self._attempts.glob(f"*/*/rank-{rank:05d}*"))
+        return self._set_aside(left, numbers)
+
+    @property
+    def _evidence(self) -> tuple[Path, ...]:
+        return self.events_dir, self.blackbox_dir, self.stacks_dir, self.flight_dir
+
+    @property
+    def _attempts(self) -> Path:
+        return self.root / "attempts"
+
+    def _set_aside(self, left: list[Path], numbers: Iterable[int]) -> Path | None:
+        """Moves files to the attempt after those with these numbers."""
         if not left:
             return None
-        attempts = self.root / "attempts"
-        # Every rank counts its own lives: where all of them lived equally often, they come to the same number.
-        own = f"*/*/rank-{rank:05d}*"
-        number = 1 + max((int(path.parts[-3]) for path in attempts.glob(own)), default=0)
+        aside = self._attempts / str(1 + max(numbers, default=0))
         for path in left:
-            target = attempts / str(number) / path.relative_to(self.root)
+            target = aside / path.relative_to(self.root)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
-        return attempts / str(number)
+        return aside
 
     @classmethod
     def open(cls, root: Path | str) -> RunDir:

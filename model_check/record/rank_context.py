@@ -65,18 +65,12 @@ class RankContext:
                 )
             gpu = gpus[slot]
         return cls(
-            rank=place.rank,
-            local_rank=place.local_rank,
-            world_size=place.world_size,
-            local_world_size=place.local_world_size,
-            node_rank=place.node_rank,
+            **vars(place),
             device=f"cuda:{slot}" if gpu else "cpu",
             physical_gpu=gpu.index if gpu else None,
             label=rank_label(gpu, place.local_rank, several_hosts=place.world_size > place.local_world_size),
             run_dir=run_dir,
             attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
-            master_addr=place.master_addr,
-            master_port=place.master_port,
         )
 
 

@@ -62,7 +62,9 @@ class Frame:
         )
 
 
-def innermost_user(frames: Iterable[Frame]) -> Frame | None:
+def innermost_user(
+    frames: Iterable[Frame], is_user: Callable[[Frame], bool] = lambda frame: frame.is_user_code
+) -> Frame | None:
     """The user's line, of frames from the innermost outwards.
 
     Where our own command line was entered, our trainer is the program, and whatever called it is only a door: then it
@@ -70,7 +72,7 @@ def innermost_user(frames: Iterable[Frame]) -> Frame | None:
     """
     ours = None
     for frame in frames:
-        if frame.is_user_code:
+        if is_user(frame):
             return frame
         if ours is None and is_trainer(frame.file):
             ours = frame

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, get_args
 
 from model_check.record.files import read_json, write_json_atomic
+from model_check.record.typed import from_json
 
 SCHEMA = 1
 _ROOM_BYTES = 1 << 16
@@ -17,9 +17,6 @@ _ROOM_BYTES = 1 << 16
 Outcome = Literal["running", "completed", "failed", "interrupted"]
 Certainty = Literal["proven", "observed", "suspected"]
 Severity = Literal["error", "warning", "info"]
-
-
-_OUTCOMES: tuple[str, ...] = get_args(Outcome)
 
 
 @dataclass
@@ -30,8 +27,8 @@ class Finding:
     also in the other fields: `cause` is one of those that the catalogue lists for the code, `facts` has the values.
     """
 
-    code: str
-    title: str
+    code: str = ""
+    title: str = ""
     certainty: Certainty = "observed"
     severity: Severity = "error"
     ranks: list[int] = field(default_factory=list)
@@ -49,11 +46,6 @@ class Finding:
     host: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Finding:
-        known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in value.items() if k in known})
-
 
 class DetectionTimes:
     """The seconds it took to name each fault. Only the first naming of a fault counts."""
@@ -68,25 +60,6 @@ class DetectionTimes:
         if key not in self._known and seconds is not None:
             self._known[key] = round(seconds, 3)
         finding.seconds_to_detect = self._known.get(key)
-
-
-def _is_finding(value: Any) -> bool:
-    """The fields that readers build on have the types of the contract; the file may come from anywhere."""
-    if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("code", "title")):
-        return False
-    lists = [value.get(key, []) for key in ("ranks", "victims", "evidence", "fix")]
-    known = value.get("severity", "error") in get_args(Severity) and value.get("certainty", "observed") in get_args(
-        Certainty
-    )
-    if not known or not all(isinstance(listed, list) for listed in lists):
-        return False
-    numbers, texts = [*lists[0], *lists[1]], [*lists[2], *lists[3]]
-    seconds = value.get("seconds_to_detect")
-    return (
-        all(isinstance(number, int) for number in numbers)
-        and all(isinstance(text, str) for text in texts)
-        and isinstance(seconds, (int, float, NoneType))
-    )
 
 
 @dataclass
@@ -114,21 +87,11 @@ class Verdict:
     def read(cls, path: Path) -> Verdict | None:
         """The verdict in the file, or None where there is none that can be read."""
         value = read_json(path)
-        if not isinstance(value, dict) or value.get("outcome", "running") not in _OUTCOMES:
+        if not isinstance(value, dict) or value.get("outcome", "running") not in get_args(Outcome):
             return None
-        if not isinstance(value.get("exit_code"), (int, NoneType)):
-            return None
-        listed, notes = value.get("findings"), value.get("notes")
-        findings = [Finding.from_json(f) for f in listed if _is_finding(f)] if isinstance(listed, list) else []
-        return cls(
-            outcome=value.get("outcome", "running"),
-            exit_code=value.get("exit_code"),
-            world_size=value.get("world_size", 0),
-            steps_completed=value.get("steps_completed", 0),
-            findings=findings,
-            notes=list(map(str, notes)) if isinstance(notes, list) else [],
-            schema=value.get("schema", SCHEMA),
-        )
+        verdict = from_json(cls, value)
+        verdict.findings = [finding for finding in verdict.findings if finding.code]
+        return verdict
 
 
 class VerdictFile:

@@ -291,6 +291,25 @@ def test_what_was_masked_is_not_blamed_for_what_came_from_elsewhere() -> None:
     assert (origin.site.op, origin.site.location) == ("mul", line_of(__file__, "nobody saw who wrote it"))
 
 
+def test_memory_of_a_freed_tensor_is_not_taken_for_a_new_one() -> None:
+    """numpy's memory reaches torch unseen: at the address of a masked tensor it would inherit that tensor's origin."""
+    table = np.array([1.0, math.nan, 3.0, 4.0], dtype=np.float32)
+    kept: list[torch.Tensor] = []
+
+    def tail(hidden: torch.Tensor) -> torch.Tensor:
+        logs = (torch.relu(hidden.detach()) * 0).log()
+        address = logs.untyped_storage()._cdata
+        masked = torch.where(torch.isinf(logs), torch.zeros_like(logs), logs)
+        del logs
+        while len(kept) < 1000 and (not kept or kept[-1].untyped_storage()._cdata != address):
+            kept.append(torch.from_numpy(table))
+        return ((hidden + masked) * kept[-1]).mean()  # at the old address
+
+    origin = find(Net(tail), torch.randn(3, 4))
+    assert origin is not None and origin.received
+    assert (origin.site.op, origin.site.location) == ("mul", line_of(__file__, "at the old address"))
+
+
 def as_it_is(spoilt: torch.Tensor) -> torch.Tensor:
     return spoilt
 

@@ -36,9 +36,9 @@ def chained() -> None:
 def test_the_last_exception_of_a_chain_is_the_one_that_left_the_worker():
     found = original(RuntimeError(worker_text("ValueError", "DataLoader worker process 2", trace_of(chained))))
     assert found is not None
-    assert (found["type"], found["message"]) == ("ValueError", "sample 17 has no label")
-    assert (found["where"], found["frames"][-1]["function"]) == ("DataLoader worker process 2", "chained")
-    assert found["frames"][-1]["file"] == __file__
+    assert (found.type, found.message) == ("ValueError", "sample 17 has no label")
+    assert (found.where, found.frames[-1].function) == ("DataLoader worker process 2", "chained")
+    assert found.frames[-1].file == __file__
 
 
 class Broken(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
@@ -54,8 +54,8 @@ def test_a_real_worker_of_a_real_loader():
         next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))
     found = original(raised.value)
     assert found is not None
-    assert (found["type"], found["message"], found["where"]) == ("KeyError", "'missing'", "DataLoader worker process 0")
-    assert (found["frames"][-1]["function"], found["frames"][-1]["file"]) == ("__getitem__", __file__)
+    assert (found.type, found.message, found.where) == ("KeyError", "'missing'", "DataLoader worker process 0")
+    assert (found.frames[-1].function, found.frames[-1].file) == ("__getitem__", __file__)
 
 
 def test_a_real_worker_of_a_real_pool():
@@ -65,7 +65,7 @@ def test_a_real_worker_of_a_real_pool():
     ):
         pool.map(int, ["1", "x"])
     found = original(raised.value)
-    assert found is not None and found["type"] == "ValueError" and found["where"] == "a worker process of its pool"
+    assert found is not None and found.type == "ValueError" and found.where == "a worker process of its pool"
 
 
 @pytest.mark.parametrize("error", [ValueError("plain"), RuntimeError("Caught cold in winter."), KeyError(3), OSError()])
@@ -77,7 +77,7 @@ def test_errors_of_this_process_have_no_other_origin(error):
 @given(st.text(max_size=300), st.text(max_size=40))
 def test_texts_of_any_kind_are_read(body, where):
     found = original(RuntimeError(f"Caught X in {where}.\nOriginal Traceback (most recent call last):{body}"))
-    assert found is None or all(frame["line"] >= 0 for frame in found["frames"])
+    assert found is None or all(frame.line >= 0 for frame in found.frames)
 
 
 def test_a_line_that_does_not_parse_is_the_line_that_is_recorded(run):

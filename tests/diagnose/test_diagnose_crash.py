@@ -342,7 +342,7 @@ def test_the_outcome_of_an_interrupted_run(stage):
     for actor in crashing(stage):
         stage.say("signal_sent", actor.t, rank=actor.rank, signal="SIGINT", why="interrupted")
         actor.exits(None, signal=signal.SIGINT)
-    stage.say("stopped", reason="interrupted", why="interrupted by SIGINT")
+    stage.say("stopped", reason="interrupted")
     verdict = stage.verdict(live=False)
     assert (verdict.outcome, verdict.findings) == ("interrupted", [])
 
@@ -392,7 +392,7 @@ def test_what_ranks_do_after_we_passed_a_signal_on_is_no_finding(stage):
     b.t += 0.2
     b.fails("SignalException", "process got signal 15", 40)
     b.exits(1)
-    stage.say("stopped", reason="interrupted", why="interrupted by a signal")
+    stage.say("stopped", reason="interrupted")
     verdict = stage.verdict(live=False)
     assert (verdict.findings, verdict.outcome) == ([], "interrupted")
 

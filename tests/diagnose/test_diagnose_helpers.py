@@ -34,7 +34,7 @@ def test_a_thread_that_died_is_why_the_main_thread_waits(stage):
     stage.stall()
     finding = stage.first()
     assert (finding.code, finding.ranks, finding.victims, finding.severity) == ("MC222", [1], [0], "warning")
-    assert stage.line(finding) == 12 and "prefetch" in finding.title and "KeyError" in finding.title
+    assert stage.line(finding) == 12 and finding.facts == {"thread": "prefetch", "exception": "KeyError"}
     assert any("main thread at" in e and ":50 in main" in e for e in finding.evidence)
 
 
@@ -62,7 +62,7 @@ def test_a_pause_is_no_progress_and_only_a_hang_is_stuck(stage):
     finding = stage.first(after=6.0)
     assert (finding.code, finding.severity) == ("MC219", "warning")
     assert finding.title.startswith("rank 1 has made no progress for 6 s at ") and "stuck" not in finding.title
-    stage.say("stopped", stage.latest + 300, why="hang: no progress for 300 s")
+    stage.say("stopped", stage.latest + 300, reason="hang")
     assert stage.first(after=301.0).title.startswith("rank 1 is stuck at ")
 
 

@@ -18,8 +18,8 @@ def mismatched(stage):
     return a, b
 
 
-def end_all(stage, actors, why, number=signal.SIGTERM):
-    stage.say("stopped", why=why)
+def end_all(stage, actors, reason, number=signal.SIGTERM):
+    stage.say("stopped", reason=reason)
     for actor in actors:
         stage.say("signal_sent", actor.t, rank=actor.rank, signal=number.name)
         actor.exits(None, signal=number)
@@ -27,7 +27,7 @@ def end_all(stage, actors, why, number=signal.SIGTERM):
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_a_job_that_we_ended_on_proof_failed_with_1_not_with_our_signal(stage, journal):
-    end_all(stage, mismatched(stage), "proven: MC201: …")
+    end_all(stage, mismatched(stage), "proven")
     if journal:
         stage.say("job_ended", outcome="failed", exit_code=1)
     verdict = examine(stage.run_dir, live=False)
@@ -38,7 +38,7 @@ def test_a_job_that_we_ended_on_proof_failed_with_1_not_with_our_signal(stage, j
 def test_an_interrupted_job_keeps_the_launchers_code(stage, number, code):
     actors = stage.ranks(2)
     stage.train(3)
-    end_all(stage, actors, f"interrupted: stopped by {number.name} without a save", number)
+    end_all(stage, actors, "interrupted", number)
     stage.say("job_ended", outcome="interrupted", exit_code=code)
     verdict = examine(stage.run_dir, live=False)
     assert (verdict.outcome, verdict.exit_code) == ("interrupted", code)
@@ -59,7 +59,7 @@ def test_the_guilty_ranks_own_code_goes_before_the_launchers(stage):
 def test_the_code_of_a_victim_is_not_the_jobs(stage):
     a, b = mismatched(stage)
     a.exits(None, signal=signal.SIGABRT)
-    end_all(stage, (b,), "proven: MC201: …")
+    end_all(stage, (b,), "proven")
     stage.say("job_ended", outcome="failed", exit_code=1)
     verdict = examine(stage.run_dir, live=False)
     assert (verdict.findings[0].ranks, verdict.findings[0].victims, verdict.exit_code) == ([1], [0], 1)
@@ -84,7 +84,7 @@ def test_a_rank_that_was_leaving_when_a_signal_came_had_left(stage):
     stage.train(3)
     a.collective(open=True)
     b.event("exit", code=0, via="return")
-    end_all(stage, (a, b), "proven: MC206: …")
+    end_all(stage, (a, b), "proven")
     stage.say("job_ended", outcome="failed", exit_code=1)
     finding = stage.first(live=False)
     assert (finding.code, finding.ranks, finding.victims) == ("MC206", [1], [0])

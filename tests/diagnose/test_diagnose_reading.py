@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from staging import T0
 
 from model_check.diagnose import Examiner, examine, load
-from model_check.diagnose.flight import op_name, read_flight
 from model_check.diagnose.reading import JsonlTail, Reader, read_fault_text
 from model_check.record import JsonlWriter, RunDir
+from model_check.record.events.memory import MemoryMark
+from model_check.record.flight import op_name, read_flight
+from model_check.record.process_sample import ProcessSample, RankSample
 from model_check.record.stacks import Frame, innermost_user, read_stacks
 from model_check.record.user_code import is_user_file
 
@@ -30,8 +32,22 @@ def test_a_torn_last_event_is_left_out_and_said(stage):
     with stage.run_dir.events(0).open("ab") as file:
         file.write(b'{"t": 1001.0, "event": "exc')
     evidence = load(stage.run_dir)
-    assert evidence.of(0).happened("memory") and not evidence.of(0).exceptions
+    assert evidence.of(0).happened(MemoryMark) and not evidence.of(0).exceptions
     assert any("torn" in sentence for sentence in evidence.damage)
+
+
+def test_a_sample_of_an_earlier_version_is_read(stage):
+    """It had no time of its own, and wrote null where nothing was known."""
+    stage.ranks(1)
+    child = {"pid": 8, "state": "Z", "cpu_s": 0.1, "comm": "python", "rss": 1, "io_bytes": 0, "switches": None}
+    unknown = dict.fromkeys(("rss_file", "syscall", "syscall_fd", "syscall_target", "switches"))
+    rank = {"pid": 7, "state": "S", "cpu_s": 1.5, "rss": 5, "threads": 3, "fd0": "pipe:[1]", "children": [child]}
+    stage.say("sample", 12.0, ranks={"0": {**rank, **unknown}})
+    (sample,) = load(stage.run_dir).of(0).samples
+    zombie = ProcessSample(pid=8, state="Z", cpu_s=0.1, comm="python", rss=1)
+    assert sample == RankSample(
+        t=12.0, pid=7, state="S", cpu_s=1.5, rss=5, threads=3, fd0="pipe:[1]", children=(zombie,)
+    )
 
 
 def test_a_file_that_is_not_a_ring_is_damage_not_a_crash(stage):
@@ -115,19 +131,6 @@ def test_times_of_detection_survive_in_the_verdict_file(stage):
     assert examine(stage.run_dir, live=False).findings[0].seconds_to_detect is None
 
 
-def test_records_with_the_trainers_own_field_names_are_understood(tmp_path):
-    path = tmp_path / "events.jsonl"
-    trace = 'Traceback:\n  File "train.py", line 12, in step\n    loss = f(x)\nValueError: x'
-    path.write_text(
-        json.dumps({"kind": "exception", "monotonic": 5.0, "type": "ValueError", "traceback": trace}) + "\n"
-    )
-    tail = JsonlTail(path)
-    assert tail.update() == []
-    record = tail.records[0]
-    assert (record["event"], record["t"]) == ("exception", 5.0)
-    assert record["frames"] == [{"file": "train.py", "line": 12, "function": "step"}]
-
-
 @given(st.lists(st.one_of(st.binary(max_size=40), st.just(b'{"event": "x"}')), max_size=12), st.integers(0, 200))
 def test_event_files_of_any_content_are_read_in_pieces_or_at_once(tmp_path_factory, lines, cut):
     path = tmp_path_factory.mktemp("events") / "e.jsonl"
@@ -202,8 +205,9 @@ def test_the_flight_recorder_of_gloo(tmp_path):
     path = tmp_path / "rank-00000.1.json"
     path.write_text(json.dumps(FLIGHT))
     first, second = read_flight(path)
-    assert (first.op, first.in_flight, first.site, first.shapes) == ("all_reduce", False, "train.py:40", ((8,),))
-    assert (second.op, second.in_flight, second.site, second.seq) == ("broadcast", True, "train.py:41", 2)
+    assert (first.op, first.in_flight, first.input_sizes) == ("all_reduce", False, ((8,),))
+    assert (second.op, second.in_flight, second.collective_seq_id) == ("broadcast", True, 2)
+    assert [entry.user_frame and entry.user_frame.site for entry in (first, second)] == ["train.py:40", "train.py:41"]
 
 
 @pytest.mark.parametrize(

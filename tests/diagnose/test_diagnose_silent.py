@@ -109,10 +109,10 @@ def test_a_failure_on_a_token_without_a_row_is_about_the_token(stage: Stage) -> 
     second.event("token_range", largest=128001, rows=32000, module="model.embed")
     second.fails("IndexError", "index out of range in self", line=30, function="forward")
     second.exits(1)
-    first.exits(-15)
+    first.exits(None, signal=15)
     found = stage.first(live=False)
     assert (found.code, found.ranks, found.tensor) == ("MC902", [1], "model.embed")
-    assert found.facts == {"token": 128001, "rows": 32000}
+    assert found.facts == {"token": 128001, "rows": 32000, "module": "model.embed"}
 
 
 # Early warnings

@@ -459,8 +459,8 @@ def test_weights_are_held_until_the_host_has_looked() -> None:
     step = TrainStep(model, optimizer, Precision.choose("fp32", torch.device("cpu")), Place(), max_grad_norm=1.0)
     step.holds_after_hit = True
     before = model.head.weight.detach().clone()
-    assert step([(torch.full((1, 4), math.nan),)], 0.1).packed[5].item() == 1.0
-    assert step([(X,)], 0.1).packed[2].item() == 0.0, "this one is finite"
+    assert step([(torch.full((1, 4), math.nan),)], 0.1)[5].item() == 1.0
+    assert step([(X,)], 0.1)[2].item() == 0.0, "this one is finite"
     assert torch.equal(model.head.weight, before), "and changes nothing, since nobody has looked at the one before"
     step.release()
     step([(X,)], 0.1)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from model_check.errors import UsageError
 from model_check.launch.command import run_command
 from model_check.launch.foreign import ForeignScript
-from model_check.launch.signals import REPEATED_WITHIN_S
+from model_check.launch.signals import KEY_REPEATED_WITHIN_S, REPEATED_WITHIN_S
 from model_check.record import RunDir, Verdict, read_jsonl
 from model_check.record.paths import RUN_DIR_VARIABLE
 from model_check.supervise import processes
@@ -61,7 +62,9 @@ class Launched:
         )
 
     def marked(self) -> list[int]:
-        return processes.processes_with_environment(RUN_DIR_VARIABLE, str(self.run_dir.root))
+        root = str(self.run_dir.root)
+        marked = [pid for pid in psutil.pids() if processes.environment_of(pid).get(RUN_DIR_VARIABLE) == root]
+        return [pid for pid in marked if processes.is_alive(pid)]
 
     def finish(self) -> tuple[dict[str, Any], list[str]]:
         out, _ = self.process.communicate(timeout=60)
@@ -206,6 +209,37 @@ def test_a_failing_rank_gives_its_code_and_its_peer_ends_within_two_seconds(
     last_exit = max(record["t"] for record in job.events("rank_exited"))
     assert last_exit - float((tmp_path / "failed_at").read_text()) < 2.0
     assert (job.run_dir.stacks_dir / "rank-00000.1.json").exists()
+
+
+_SAVES_WHEN_A_PEER_FAILS = """\
+import os, signal, sys, time
+rank = os.environ["RANK"]
+
+def save(*_):
+    with open("saved", "wb", buffering=0) as file:
+        for _ in range(30):
+            file.write(bytes(1 << 20))
+            time.sleep(0.1)
+    os.rename("saved", "whole")
+    sys.exit(0)
+
+if rank == "0":
+    signal.signal(signal.SIGTERM, save)
+    open("up", "w").close()
+    time.sleep(100)
+while not os.path.exists("up"):
+    time.sleep(0.01)
+sys.exit(7)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_saves_because_its_peer_failed_may_finish(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+    job = launch("script", "2", _write(tmp_path / "saves.py", _SAVES_WHEN_A_PEER_FAILS))
+    result, _ = job.finish()
+    assert result["exit_code"] == 7
+    assert (tmp_path / "whole").stat().st_size == 30 << 20
+    assert sorted(result["exits"]) == [[0, 0, None], [1, 7, None]]
 
 
 @pytest.mark.parametrize(
@@ -445,7 +479,7 @@ def test_a_command_that_makes_one_of_our_signal_is_still_terminated(
 
 @pytest.mark.parametrize(
     ("number", "after_s", "code"),
-    [(2, 0.0, 130), pytest.param(15, REPEATED_WITHIN_S, 143, marks=pytest.mark.slow)],
+    [(2, KEY_REPEATED_WITHIN_S, 130), pytest.param(15, REPEATED_WITHIN_S, 143, marks=pytest.mark.slow)],
     ids=["SIGINT", "SIGTERM"],
 )
 def test_a_command_that_takes_its_time_is_ended_when_asked_again(

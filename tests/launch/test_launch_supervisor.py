@@ -239,6 +239,22 @@ def test_an_idle_hang_is_ended_at_its_limit_and_becomes_an_error(make_job: Any) 
     assert written is not None and written.findings[0].severity == "error"
 
 
+def test_a_job_that_was_suspended_together_with_us_is_not_hung(make_job: Any) -> None:
+    """Ctrl-Z and fg, or a scheduler that suspends jobs: the clock goes on, the ranks do not."""
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5, away_after_s=0.5))
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    assert job.supervisor.poll() is None
+    for rank in job.ranks:
+        rank.tell("step", "begin collective")
+    assert job.supervisor.poll() is None
+    time.sleep(1.0)  # how long all of us are suspended
+    assert job.supervisor.poll() is None
+    assert "stall" not in job.kinds() and not job.supervisor.stalled
+    ending = job.poll_until(lambda: False)  # a hang is found all the same
+    assert ending is not None and ending.reason.startswith("hang: no progress")
+
+
 @pytest.mark.parametrize("io_kill_after_s", [0.0, 0.8])
 def test_uninterruptible_io_is_ended_only_by_a_limit_of_its_own(make_job: Any, io_kill_after_s: float) -> None:
     job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5, io_kill_after_s=io_kill_after_s))
@@ -261,6 +277,28 @@ def test_a_rank_that_computes_is_slow_and_never_ended(make_job: Any) -> None:
     _hang(job)
     job.poll_until(lambda: job.shown)
     assert job.poll_for(2.5) == []
+
+
+def test_a_limit_shorter_than_a_step_does_not_end_ranks_that_compute(make_job: Any) -> None:
+    """Steps of a minute are given five before they are suspected: the limit has passed when the first look is taken."""
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.2))
+    job.ranks[1].tell("spin")
+    _hang(job)
+    assert job.poll_for(2.5) == []
+    assert job.supervisor.stalled
+
+
+def test_a_save_that_moves_little_at_a_time_is_alive(make_job: Any) -> None:
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=2.0))
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    job.ranks[0].tell("begin collective")
+    job.ranks[1].tell("begin save")
+    end = time.monotonic() + 4.0
+    while time.monotonic() < end:
+        job.ranks[1].tell("write 900000")
+        assert job.poll_for(0.1) == []
+    assert job.supervisor.stalled
 
 
 def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(make_job: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from model_check.record import RunDir
 from model_check.record.events import read_events
 from model_check.record.events.job import RankExit
+from model_check.record.events.process import Stopped
 from model_check.record.journal import Journal
 
 
@@ -22,3 +23,11 @@ def test_an_exit_is_read_as_it_was_written(tmp_path: Path, code: int | None, sig
     journal.close()
     (read,) = read_events(run_dir.supervisor_events)
     assert read.time is not None and replace(read, time=None) == exit
+
+
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [("hang: no progress for 300 s", "hang"), ("proven: MC201: …", "proven"), ("stopped by SIGTERM", "interrupted")],
+)
+def test_a_version_that_gave_no_reason_began_its_sentence_with_it(why: str, reason: str) -> None:
+    assert Stopped(why=why).because == reason

@@ -21,10 +21,22 @@ class Entry:
     facts: Mapping[str, str] = field(default_factory=dict)  # each key of a finding's `facts`, and what its value is
 
 
+# What a finding says of memory that ran out, in bytes and as far as it is known.
+MEMORY_FACTS: Mapping[str, str] = {
+    "requested": "what was asked for",
+    "free": "what the device had left",
+    "total": "what the device has",
+    "allocated": "what torch had in use on the device",
+    "rss": "what the process held of the host's memory",
+    "held": "what was in use for what: parameters, gradients, optimizer, activations and temporaries",
+}
+
 # What a finding of any code may say of how its rank ended.
 COMMON_FACTS: Mapping[str, str] = {
     "exception": "the class of the exception",
     "message": "the first line of its text, or the words that the rank gave when it left",
+    "statement": "the source line that raised it, where the exception has no text",
+    "raised_in": "the process that raised it first, where the rank only raised it again",
     "followed_from": "the class of the exception from which it followed",
     "exit_code": "the exit code of the rank",
     "via": "how it left: return, sys.exit, os._exit, or SystemExit where that was raised and not called",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model_check.diagnose.catalogue.entry import Entry
+from model_check.diagnose.catalogue.entry import MEMORY_FACTS, Entry
 
 MEMORY: dict[str, Entry] = {
     "MC501": Entry(
@@ -17,6 +17,7 @@ MEMORY: dict[str, Entry] = {
             "share parameters and optimizer states among ranks: torch.distributed.fsdp.fully_shard",
         ),
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        facts=MEMORY_FACTS,
         ours=(
             "halve training.batch_size and double training.grad_accum_nums: the same global batch",
             "set parallel.activation_checkpointing, or shorten training.context_length",
@@ -34,6 +35,7 @@ MEMORY: dict[str, Entry] = {
             "keep shapes the same from step to step: pad batches to one length",
         ),
         "Tried to allocate 3.00 GiB … 9.12 GiB is reserved by PyTorch but unallocated.",
+        facts=MEMORY_FACTS,
     ),
     "MC503": Entry(
         "the run cannot fit",
@@ -56,5 +58,6 @@ MEMORY: dict[str, Entry] = {
         ("start the next run with the micro-batch of the finding",),
         "the micro-batch of rank 0 did not fit and is 2 now",
         ours=("set training.batch_size and training.grad_accum_nums to the values of the finding",),
+        facts={"micro_batch": "its samples now", "micro_batches": "how many of them a step takes now"},
     ),
 }
