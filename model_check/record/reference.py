@@ -108,7 +108,8 @@ def _table(record: type[Any]) -> list[str]:
     hints = get_type_hints(record)
     for line in inspect.getsource(record).splitlines():
         field = _FIELD.match(line)
-        if field is not None and field["name"] in record.__annotations__ and "ClassVar" not in field["type"]:
+        stored = "ClassVar" not in line and "NOT_STORED" not in line
+        if field is not None and stored and field["name"] in record.__annotations__:
             default = field["default"] if field["default"] and not field["default"].startswith("field(") else ""
             kind = (field["type"] + (f" = {default}" if default else "")).replace("|", "\\|")
             choices = ", ".join(f"`{choice}`" for choice in _choices(hints[field["name"]]))
