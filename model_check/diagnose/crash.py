@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
+from typing import Any
 
 from model_check.diagnose.branches import only_system_exit
 from model_check.diagnose.collectives import ranks_text
@@ -19,7 +20,7 @@ from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
-from model_check.diagnose.memory import is_fragmented, memory_account, memory_facts, memory_fixes
+from model_check.diagnose.memory import is_fragmented, memory_account, memory_facts, memory_fixes, memory_values
 from model_check.diagnose.raised import (
     facts_of,
     last_swallowed,
@@ -35,7 +36,7 @@ from model_check.diagnose.uneven import loader_frame
 from model_check.diagnose.waits import Wait
 from model_check.record import Finding
 from model_check.record.error_texts import lost_its_peer, unexpected_size
-from model_check.record.events.crashes import CaughtException, ExceptionEvent, Exit, UncaughtException
+from model_check.record.events.crashes import CaughtException, ExceptionEvent, UncaughtException
 from model_check.record.events.job import AddressSpaceLimit
 from model_check.record.events.memory import MemoryKill, MemoryMark
 from model_check.record.rank_exits import signal_name
@@ -68,6 +69,39 @@ class Failure:
     victim: bool
 
 
+@dataclass(frozen=True)
+class _Crash:
+    """The first failure, the ranks that failed like it, and what followed from it."""
+
+    evidence: Evidence
+    root: Failure
+    ranks: list[int]
+    victims: list[int]
+    aftermath: list[str]
+
+    @property
+    def rank(self) -> RankEvidence:
+        return self.root.rank
+
+    def finding(
+        self, code: str, title: str, frame: Frame | None, reasons: Sequence[str], facts: dict[str, Any], **more: Any
+    ) -> Finding:
+        doing = self.rank.innermost
+        return make_finding(
+            code,
+            title,
+            ranks=self.ranks,
+            victims=self.victims,
+            frame=frame,
+            evidence=[*reasons, *self.aftermath],
+            step=self.rank.step,
+            began=self.root.began,
+            now=self.evidence.now,
+            facts=facts,
+            **{"certainty": "proven", "phase": doing.phase if doing is not None else None, **more},
+        )
+
+
 def crash_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mapping[int, Wait]) -> list[Finding]:
     """The root cause of the first failure; what followed from it is named as its victims."""
     failures = sorted(find_failures(evidence), key=lambda f: (f.began, f.rank.rank))
@@ -79,11 +113,17 @@ def crash_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mapp
         return _only_victims(evidence, tables, failures, waits)
     root = causes[0]
     # A rank that swallowed an exception and only then lost its peers failed because of what it swallowed.
-    like_it = [f for f in causes if _same_trouble(f, root)]
-    others = [f.rank.rank for f in causes if f not in like_it]
+    like_it = [f.rank.rank for f in causes if _trouble(f) == _trouble(root)]
+    later = [f.rank.rank for f in causes if f.rank.rank not in like_it]
     waiting = [rank for rank in waits if evidence.of(rank).alive]
-    victims = sorted({*bereft, *others, *waiting} - {f.rank.rank for f in like_it})
-    return [_root_finding(evidence, root, like_it, victims, waits, others)]
+    victims = sorted({*bereft, *later, *waiting} - {*like_it})
+    crash = _Crash(evidence, root, sorted(like_it), victims, _aftermath(evidence, victims, waits, later))
+    if root.exception is not None:
+        return [_exception_finding(crash, root.exception)]
+    end = root.rank.exit
+    if end is not None and end.signal is not None:
+        return [_signal_finding(crash, end.signal)]
+    return [_exit_code_finding(crash)]
 
 
 def find_failures(evidence: Evidence) -> list[Failure]:
@@ -98,7 +138,8 @@ def find_failures(evidence: Evidence) -> list[Failure]:
         if exception is not None and began >= evidence.signals_sent.get(rank.rank, math.inf):
             continue  # how it leaves when it is told to is no failure
         ended_by_us = exception is None and end is not None and evidence.stands(rank.rank)
-        failures.append(Failure(rank, began, exception, ended_by_us or _says_lost_peer(rank, exception)))
+        victim = ended_by_us or lost_its_peer(exception, end, rank.log_tail)
+        failures.append(Failure(rank, began, exception, victim))
     first = min((f.began for f in failures if not f.victim), default=None)
     return [_swept_away(f, first) for f in failures]
 
@@ -118,44 +159,13 @@ def _fatal_exception(rank: RankEvidence) -> UncaughtException | None:
     return next((error for error in on_main if error.type not in ("SystemExit", "KeyboardInterrupt")), None)
 
 
-def _says_lost_peer(rank: RankEvidence, exception: ExceptionEvent | None) -> bool:
-    return lost_its_peer(exception, rank.exit, rank.log_tail)
-
-
-def _same_trouble(one: Failure, other: Failure) -> bool:
-    if one is other:
-        return True
-    if one.exception is None and other.exception is None:
-        ends = (one.rank.exit, other.rank.exit)
-        return (
-            all(end is not None and end.signal is None for end in ends) and len({end.code for end in ends if end}) == 1
-        )
-    if one.exception is None or other.exception is None:
-        return False
-    return (one.exception.type, _site(one)) == (other.exception.type, _site(other))
-
-
-def _site(failure: Failure) -> str:
-    frame = user_frame(failure.exception) if failure.exception is not None else None
-    return frame.site if frame is not None else ""
-
-
-def _root_finding(
-    evidence: Evidence,
-    root: Failure,
-    like_it: Sequence[Failure],
-    victims: list[int],
-    waits: Mapping[int, Wait],
-    later: list[int],
-) -> Finding:
-    ranks = sorted(f.rank.rank for f in like_it)
-    known = _aftermath(evidence, victims, waits, later)
-    if root.exception is not None:
-        return _exception_finding(evidence, root, root.exception, ranks, victims, known)
-    end = root.rank.exit
-    if end is not None and end.signal is not None:
-        return _signal_finding(evidence, root, end.signal, victims, known)
-    return _exit_code_finding(evidence, root, ranks, victims, known)
+def _trouble(failure: Failure) -> tuple[object, ...]:
+    """What ranks that failed alike have in common; a death by a signal is each rank's own."""
+    if failure.exception is not None:
+        frame = user_frame(failure.exception)
+        return failure.exception.type, frame.site if frame is not None else ""
+    end = failure.rank.exit
+    return ("exit", end.code) if end is not None and end.signal is None else ("killed", failure.rank.rank)
 
 
 def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, Wait], later: list[int]) -> list[str]:
@@ -171,39 +181,33 @@ def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, W
     return [*lines, *waiting_text(waits, [v for v in victims if _fatal_exception(evidence.of(v)) is None])]
 
 
-def _exception_finding(
-    evidence: Evidence,
-    root: Failure,
-    exception: ExceptionEvent,
-    ranks: list[int],
-    victims: list[int],
-    known: list[str],
-) -> Finding:
-    code, about = classify_exception(exception, evidence, ranks)
+def _exception_finding(crash: _Crash, exception: ExceptionEvent, caught: Sequence[str] = ()) -> Finding:
+    """`caught`: what the script did with the exception before it ended."""
+    evidence, rank = crash.evidence, crash.rank
+    code, about = classify_exception(exception, evidence, crash.ranks)
     # torch notices the end of a worker in a signal handler, wherever the rank happens to be at that time.
-    frame = (loader_frame(root.rank) if code == "MC216" else None) or raised_at(root.rank, exception)
+    frame = (loader_frame(rank) if code == "MC216" else None) or raised_at(rank, exception)
     message = exception.message.strip()
-    who = ranks_text(ranks)
-    place = f" at {frame.site} in {frame.function}" if frame is not None else ""
+    who = ranks_text(crash.ranks)
     extra: list[str] = []
     fix: list[str] = []
+    facts = facts_of(exception)
     if code in ("MC307", "MC501"):
-        account = memory_account(root.rank, message, on_device=code == "MC501")
-        extra = [*memory_facts(account, evidence.plan), *_memory_history(root.rank)]
+        account = memory_account(rank, message, on_device=code == "MC501")
+        extra = [*memory_facts(account, evidence.plan), *_memory_history(rank)]
         fix = memory_fixes(account, evidence.plan)
+        facts |= memory_values(account)
         if code == "MC501" and is_fragmented(account):
             code, about = "MC502", "{who} found its device memory in pieces too small to use"
     if code == "MC307":
-        extra += [
-            f"observed: {_limit_setting(evidence)}={limit.gb} is the address space of each rank"
-            for limit in evidence.said(AddressSpaceLimit)[-1:]
-        ]
+        extra += _address_space_limit(evidence)
     if exception.origin is not None and exception.first is exception.origin:
         again = user_frame(replace(exception, origin=None))
         where = f", raised again at {again.site}" if again is not None else ""
         extra.append(f"observed: it was raised in {exception.origin.where} of {who}{where}")
-    if code in ("MC110", "MC601") and (path := _file_being_read(root.rank, root.began)):
+    if code in ("MC110", "MC601") and (path := _file_being_read(rank, crash.root.began)):
         extra.append(f"observed: it was reading {path}")
+        facts["file"] = path
     words = _own_words(exception)
     if code == "MC601" and not words:
         fix = list(_DAMAGED_FILE)
@@ -212,25 +216,18 @@ def _exception_finding(
         gone = "inferred: a worker that goes without a word was killed (SIGKILL, often for memory) or called exit"
         extra.append(killed if "signal: Killed" in message else gone)
     title = about.replace("{who}", who) if about else f"{who} raised {quoted(exception, 160)}"
+    place = f" at {frame.site} in {frame.function}" if frame is not None else ""
     observed = f"observed: {who} raised {quoted(exception, 400)}{place}"
     if words and (frame is None or not frame.is_user_code):
         # Our own sentence about somebody's files or settings: no line of ours is at fault.
         title, frame, observed = shorten(words, 200, placeholder=" …"), None, f"observed: {who} stopped: {words}"
-    return make_finding(
-        code,
-        title,
-        ranks=ranks,
-        victims=victims,
-        frame=frame,
-        evidence=[observed, *led_to_it(exception), *extra, *known],
-        fix=fix,
-        certainty="proven",
-        step=root.rank.step,
-        phase=root.rank.innermost.phase if root.rank.innermost is not None else None,
-        began=root.began,
-        now=evidence.now,
-        facts=facts_of(exception),
-    )
+    reasons = [observed, *led_to_it(exception), *extra, *caught]
+    return crash.finding(code, title, frame, reasons, facts, fix=fix)
+
+
+def _address_space_limit(evidence: Evidence) -> list[str]:
+    said = evidence.said(AddressSpaceLimit)[-1:]
+    return [f"observed: {_limit_setting(evidence)}={limit.gb} is the address space of each rank" for limit in said]
 
 
 def _own_words(exception: ExceptionEvent) -> str:
@@ -256,31 +253,19 @@ def _memory_history(rank: RankEvidence) -> list[str]:
     return [f"observed: resident memory (RSS) {first:.2f} GiB at first, {most:.2f} GiB at its highest"]
 
 
-def _signal_finding(evidence: Evidence, root: Failure, number: int, victims: list[int], known: list[str]) -> Finding:
-    rank, name = root.rank, signal_name(number)
-    death = _explain_signal(evidence, rank, number, name)
+def _signal_finding(crash: _Crash, number: int) -> Finding:
+    rank, name = crash.rank, signal_name(number)
+    death = _explain_signal(crash.evidence, rank, number, name)
     last = death.frame if death.by_a_kill else None
-    return make_finding(
-        death.code,
-        f"rank {rank.rank} {death.title}",
-        ranks=[rank.rank],
-        victims=victims,
-        frame=death.frame,
-        evidence=[
-            f"observed: process {rank.exit.pid if rank.exit is not None else '?'} of rank {rank.rank} ended by {name}",
-            *([f"observed: its last recorded line is {last.site}"] if last is not None else []),
-            *death.evidence,
-            *known,
-        ],
-        certainty="proven",
-        step=rank.step,
-        phase=rank.innermost.phase if rank.innermost is not None else None,
-        fix=_TIDY_END if death.cause == "after_the_script" else (),
-        began=root.began,
-        now=evidence.now,
-        cause=death.cause,
-        facts={"signal": name, **({"last_recorded": True} if last is not None else {})},
-    )
+    reasons = [
+        f"observed: process {rank.exit.pid if rank.exit is not None else '?'} of rank {rank.rank} ended by {name}",
+        *([f"observed: its last recorded line is {last.site}"] if last is not None else []),
+        *death.evidence,
+    ]
+    facts = {"signal": name, **({"last_recorded": True} if last is not None else {})}
+    fix = _TIDY_END if death.cause == "after_the_script" else ()
+    title = f"rank {rank.rank} {death.title}"
+    return crash.finding(death.code, title, death.frame, reasons, facts, fix=fix, cause=death.cause)
 
 
 def _limit_setting(evidence: Evidence) -> str:
@@ -359,16 +344,13 @@ def _waiting_in(rank: RankEvidence) -> str:
 
 def _script_was_over(rank: RankEvidence) -> bool:
     """It had come to the end of its script, and no line of it ran any more (a __del__ or an atexit handler does)."""
-    said = rank.announced_exit
-    return said is not None and said.code == 0 and innermost_user(rank.fault_frames) is None
+    return rank.announced_exit.code == 0 and innermost_user(rank.fault_frames) is None
 
 
-def _exit_code_finding(
-    evidence: Evidence, root: Failure, ranks: list[int], victims: list[int], known: list[str]
-) -> Finding:
-    rank = root.rank
+def _exit_code_finding(crash: _Crash) -> Finding:
+    evidence, rank = crash.evidence, crash.rank
     code = rank.exit.code if rank.exit is not None else None
-    said = rank.announced_exit or Exit()
+    said = rank.announced_exit
     # It called no exit and left with a code all the same: what is raised and not called is not seen from inside.
     guessed = said.via == "return" and bool(code) and code != _UNFLUSHED
     via = "" if guessed else said.via
@@ -376,34 +358,30 @@ def _exit_code_finding(
     last = rank.last_site()
     raising = only_system_exit(last, code) if (guessed or via == "SystemExit") and last is not None else None
     frame = said.user_frame or raising or last
-    missed = bool(victims) or _others_go_on(evidence, rank)
+    missed = bool(crash.victims) or _others_go_on(evidence, rank)
     swallowed = last_swallowed(evidence, rank.rank)
     if swallowed is not None and missed and not went_on(rank, swallowed):
         place = f" at {frame.site}" if frame is not None else ""
         left = f"observed: the script caught it and exited with code {code}" + (f" through {via}{place}" if via else "")
-        return _exception_finding(evidence, root, swallowed, ranks, victims, [left, *known])
+        return _exception_finding(crash, swallowed, [left])
     if swallowed is not None and missed:
-        return swallowed_finding(evidence, rank.rank, swallowed, victims, known)
-    return make_finding(
+        return swallowed_finding(evidence, rank.rank, swallowed, crash.victims, crash.aftermath)
+    who = ranks_text(crash.ranks)
+    reasons = [
+        f"observed: {who} exited with code {code}" + (f" through {via}" if via else ""),
+        *(["inferred: it raised SystemExit, since it called no exit and no exception was left"] if guessed else []),
+        *([f"inferred: {raising.site} is the only `raise SystemExit` of that file"] if raising else []),
+    ]
+    return crash.finding(
         "MC313",
-        f"{ranks_text(ranks)} exited with code {code}" + (f": {words}" if words else " without an exception"),
-        ranks=ranks,
-        victims=victims,
-        frame=frame,
-        evidence=[
-            f"observed: {ranks_text(ranks)} exited with code {code}" + (f" through {via}" if via else ""),
-            *(["inferred: it raised SystemExit, since it called no exit and no exception was left"] if guessed else []),
-            *([f"inferred: {raising.site} is the only `raise SystemExit` of that file"] if raising else []),
-            *known,
-        ],
+        f"{who} exited with code {code}" + (f": {words}" if words else " without an exception"),
+        frame,
+        reasons,
+        {"exit_code": code, **({"via": via} if via else {}), **({"message": words} if words else {})},
         certainty="proven" if missed else "observed",
         # All ranks that end with a code of their own choice, and nobody waiting, is a decision of the script.
         severity="error" if missed else "warning",
-        step=rank.step,
         phase="exit",
-        began=root.began,
-        now=evidence.now,
-        facts={"exit_code": code, **({"via": via} if via else {}), **({"message": words} if words else {})},
     )
 
 
@@ -417,12 +395,7 @@ def _only_victims(
     evidence: Evidence, tables: Sequence[GroupTable], failures: Sequence[Failure], waits: Mapping[int, Wait]
 ) -> list[Finding]:
     """Every failure says that somebody else is gone: look for whoever left without one."""
-    natural = [
-        f
-        for f in failures
-        if f.exception is not None or f.rank.exit is None or f.rank.exit.signal is None or f.rank.log_tail
-    ]
-    lost = [f for f in natural if f.exception is not None or _says_lost_peer(f.rank, None)]
+    lost = [f for f in failures if f.exception is not None or lost_its_peer(None, f.rank.exit, f.rank.log_tail)]
     if not lost:
         return []
     first = lost[0]

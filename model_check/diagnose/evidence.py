@@ -146,9 +146,9 @@ class RankEvidence:
         return self.happened(UncaughtException)
 
     @cached_property
-    def announced_exit(self) -> Exit | None:
-        """How it said that it leaves, the last time."""
-        return next(iter(reversed(self.happened(Exit))), None)
+    def announced_exit(self) -> Exit:
+        """How it said that it leaves, the last time; an empty event where it said nothing."""
+        return [Exit(), *self.happened(Exit)][-1]
 
     def rank_stacks(self) -> list[ProcessStacks]:
         """Rounds of this rank's own process that could be taken, oldest first."""

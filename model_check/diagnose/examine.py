@@ -202,6 +202,6 @@ def _own_code(evidence: Evidence, ranks: Iterable[int]) -> int | None:
         end = rank.exit
         if end is not None and not end.ok and not evidence.ended_by_us(rank.rank):
             return end.exit_code
-        if rank.announced_exit is not None and rank.announced_exit.code:
+        if rank.announced_exit.code:
             return rank.announced_exit.code
     return None

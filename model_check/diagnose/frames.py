@@ -69,7 +69,7 @@ def waits_between_threads(thread: ThreadStack) -> bool:
 def network_package(thread: ThreadStack) -> str | None:
     """The hub, tracker or network library the thread is inside of."""
     for frame in reversed(list(_inner_part(thread))):
-        path = frame.file.replace("\\", "/")
+        path = frame.file
         for package in _NETWORK:
             if f"/{package}" in path:
                 return package.rstrip("/")
@@ -100,10 +100,10 @@ def fetching_at(stack: Sequence[Frame]) -> Frame | None:
 
 def compiles(thread: ThreadStack) -> bool:
     """Whether a compiler below the user's line is working, or waiting for processes it started."""
-    inner = [frame.file.replace("\\", "/") for frame in _inner_part(thread)]
+    inner = [frame.file for frame in _inner_part(thread)]
     # Waiting for a lock file left by a killed build never ends.
     return any(map(_COMPILER.search, inner)) and not any(path.endswith("/file_baton.py") for path in inner)
 
 
 def in_loader(thread: ThreadStack) -> bool:
-    return any("torch/utils/data/" in frame.file.replace("\\", "/") for frame in thread.frames)
+    return any("torch/utils/data/" in frame.file for frame in thread.frames)
