@@ -178,16 +178,15 @@ class BlackBox:
 
     # Events
 
-    def event(self, event: Event | str, /, **fields: Any) -> None:
+    def event(self, event: Event) -> None:
         """Appends to the rank's events, without secrets. Does nothing once another process has become this rank."""
-        name, at = (event, 0.0) if isinstance(event, str) else (event.kind, event.t)
-        body = fields if isinstance(event, str) else event.body()
         events, recorder = self._events, self.recorder
         if events is None or recorder is None or not recorder.is_current():
             return
         try:
-            told = {key: redact_text(value) if isinstance(value, str) else value for key, value in body.items()}
-            events.write({"t": at or time.monotonic(), "event": name, "pid": os.getpid(), **told})
+            body = event.body().items()
+            told = {key: redact_text(value) if isinstance(value, str) else value for key, value in body}
+            events.write({"t": event.t or time.monotonic(), "event": event.kind, "pid": os.getpid(), **told})
         except OSError as error:
             # A full disk under the run directory is our trouble: raised here, it would be the script's. The ring, whose
             # pages exist, goes on, and the next event may find room again.
@@ -238,7 +237,7 @@ def harmless(note: Callable[Given, None]) -> Callable[Given, None]:
             note(*args, **kwargs)
         except Exception as error:
             with suppress(Exception):
-                BOX.event("recording_failed", error=f"{type(error).__name__}: {error}", what=note.__qualname__)
+                BOX.event(RecordingFailed(error=f"{type(error).__name__}: {error}", what=note.__qualname__))
 
     return call
 

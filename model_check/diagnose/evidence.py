@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar
 
 from model_check.record.events import Event
 from model_check.record.events.crashes import Exit, UncaughtException
@@ -26,7 +26,7 @@ from model_check.record.flight import FlightEntry
 from model_check.record.metrics import StepMetrics
 from model_check.record.process_sample import RankSample
 from model_check.record.ring import WAIT_PHASES as WAIT_PHASES
-from model_check.record.ring import Crumb
+from model_check.record.ring import Crumb, RingHeader
 from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import Frame, ProcessStacks
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
@@ -47,10 +47,9 @@ class RankEvidence:
     """Everything known about one rank."""
 
     rank: int
-    header: Mapping[str, Any] = field(default_factory=dict)
+    header: RingHeader = field(default_factory=RingHeader)
     crumbs: tuple[Crumb, ...] = ()
-    events: tuple[Mapping[str, Any], ...] = ()
-    told: tuple[Event, ...] = ()  # the same, typed
+    told: tuple[Event, ...] = ()
     stacks: tuple[ProcessStacks, ...] = ()
     samples: tuple[RankSample, ...] = ()
     flight: tuple[FlightEntry, ...] = ()
@@ -66,12 +65,12 @@ class RankEvidence:
 
     @property
     def pid(self) -> int:
-        return int(self.header.get("pid") or (self.samples[-1].pid if self.samples else 0))
+        return self.header.pid or (self.samples[-1].pid if self.samples else 0)
 
     @property
     def cwd(self) -> str:
         """The folder the rank ran in: relative paths start there."""
-        return str(self.header.get("cwd") or "")
+        return self.header.cwd
 
     @property
     def alive(self) -> bool:
@@ -80,7 +79,7 @@ class RankEvidence:
     @property
     def seen(self) -> bool:
         """False: nothing but its number is known, e.g. it was never started or left no files."""
-        return bool(self.header or self.samples or self.exit or self.events or self.started_t is not None)
+        return bool(self.header or self.samples or self.exit or self.told or self.started_t is not None)
 
     @cached_property
     def main_thread(self) -> int:
@@ -117,8 +116,8 @@ class RankEvidence:
         """The time of the last record, in seconds of CLOCK_MONOTONIC."""
         if self.crumbs:
             return self.crumbs[-1].time_ns / 1e9
-        start = self.header.get("start_monotonic_ns")
-        return float(start) / 1e9 if start else self.started_t
+        start = self.header.start_monotonic_ns
+        return start / 1e9 if start else self.started_t
 
     @cached_property
     def step(self) -> int | None:
@@ -138,14 +137,8 @@ class RankEvidence:
             c.phase in ("collective", "barrier", "p2p") or (c.phase == "init" and c.event == "end") for c in self.crumbs
         )
 
-    @overload
-    def happened(self, kind: str) -> list[Mapping[str, Any]]: ...
-    @overload
-    def happened(self, kind: type[E]) -> list[E]: ...
-    def happened(self, kind: str | type[Event]) -> Any:
+    def happened(self, kind: type[E]) -> list[E]:
         """The events of this kind, oldest first."""
-        if isinstance(kind, str):
-            return [record for record in self.events if record.get("event") == kind]
         return [event for event in self.told if isinstance(event, kind)]
 
     @cached_property
@@ -174,8 +167,7 @@ class Evidence:
 
     world_size: int
     ranks: Mapping[int, RankEvidence]
-    supervisor: tuple[Mapping[str, Any], ...] = ()
-    journal: tuple[Event, ...] = ()  # the same, typed
+    journal: tuple[Event, ...] = ()  # the launcher's events
     now: float = 0.0
     live: bool = False
     cores: int | None = None
@@ -193,14 +185,8 @@ class Evidence:
     def all_ranks(self) -> list[int]:
         return sorted(set(range(self.world_size)) | set(self.ranks))
 
-    @overload
-    def said(self, kind: str) -> list[Mapping[str, Any]]: ...
-    @overload
-    def said(self, kind: type[E]) -> list[E]: ...
-    def said(self, kind: str | type[Event]) -> Any:
+    def said(self, kind: type[E]) -> list[E]:
         """The launcher's events of this kind, oldest first."""
-        if isinstance(kind, str):
-            return [record for record in self.supervisor if record.get("event") == kind]
         return [event for event in self.journal if isinstance(event, kind)]
 
     @cached_property

@@ -24,7 +24,7 @@ from model_check.diagnose.issues import FollowedRing
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
 from model_check.record.environment import Environment
-from model_check.record.events import Event, read_event
+from model_check.record.events import Event, UnknownEvent, read_event
 from model_check.record.events.crashes import Exit
 from model_check.record.events.job import RankExit, RankStarted
 from model_check.record.events.process import JobStarted, Samples
@@ -32,10 +32,10 @@ from model_check.record.files import open_regular, read_tail
 from model_check.record.flight import read_flight
 from model_check.record.metrics import read_metrics
 from model_check.record.process_sample import RankSample
+from model_check.record.ring import RingHeader
 from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
 from model_check.record.typed import from_json
-from model_check.record.values import whole
 
 T = TypeVar("T")
 _RANK_FILE = re.compile(r"rank-(\d+)")
@@ -59,8 +59,7 @@ class JsonlTail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: list[dict[str, Any]] = []
-        self.events: list[Event] = []  # the same, typed
+        self.events: list[Event] = []
         self.fresh: list[Event] = []
         self._held: Counter[str] = Counter()
         self._offset = 0
@@ -106,9 +105,8 @@ class JsonlTail:
         if isinstance(record, dict):
             event = read_event(record)
             self.fresh.append(event)
-            self.records.append(record)
             self.events.append(event)
-            kind = str(record.get("event"))
+            kind = _kind_of(event)
             self._held[kind] += 1
             if self._held[kind] > 2 * sum(_KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))):
                 self._forget(kind)
@@ -116,11 +114,14 @@ class JsonlTail:
     def _forget(self, kind: str) -> None:
         """Drops the middle records of one kind; as many again may arrive before the next time."""
         first, newest = _KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))
-        of_kind = [n for n, record in enumerate(self.records) if str(record.get("event")) == kind]
+        of_kind = [n for n, event in enumerate(self.events) if _kind_of(event) == kind]
         dropped = set(of_kind[first:-newest])
-        self.records = [record for n, record in enumerate(self.records) if n not in dropped]
         self.events = [event for n, event in enumerate(self.events) if n not in dropped]
         self._held[kind] = first + newest
+
+
+def _kind_of(event: Event) -> str:
+    return event.name if isinstance(event, UnknownEvent) else event.kind
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class Place:
     script: str = ""
 
     @classmethod
-    def of(cls, header: Mapping[str, Any]) -> Place:
-        return cls(str(header.get("cwd") or ""), str(header.get("script") or ""))
+    def of(cls, header: RingHeader) -> Place:
+        return cls(header.cwd, header.script)
 
     def frame(self, frame: Frame) -> Frame:
         is_script = self.script != "" and frame.file == os.path.normpath(Path(self.cwd, self.script))
@@ -184,7 +185,6 @@ class Reader:
 
     def read(self, *, live: bool, now: float | None = None) -> Evidence:
         damage = self._supervisor.update()
-        supervisor = self._supervisor.records
         exits, starts = _exits_and_starts(self._supervisor.events)
         _take_samples(self._supervisor.fresh, self._samples)
         samples = self._samples
@@ -199,7 +199,6 @@ class Reader:
         evidence = Evidence(
             world_size=_world_size(self._supervisor.events, ranks),
             ranks=ranks,
-            supervisor=tuple(supervisor),
             journal=tuple(self._supervisor.events),
             now=now if now is not None else time.monotonic() if live else _last_time(self._supervisor.events, ranks),
             live=live,
@@ -241,15 +240,13 @@ class Reader:
             damage.append(f"{self.run_dir.ring(rank).name}: not a black box, or its header was never finished")
         tail = self._events.setdefault(rank, JsonlTail(self.run_dir.events(rank)))
         damage += tail.update()
-        began = whole(header.get("start_monotonic_ns")) / 1e9
+        began = header.start_monotonic_ns / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
-        earlier = [_of_earlier_life(e, whole(header.get("pid")), began) for e in tail.events]
-        events = tuple(e for e, old in zip(tail.records, earlier, strict=True) if not old)
-        told = tuple(e for e, old in zip(tail.events, earlier, strict=True) if not old)
-        if exit is not None and exit.t < began and exit.pid != header.get("pid"):
+        told = tuple(e for e in tail.events if not _of_earlier_life(e, header.pid, began))
+        if exit is not None and exit.t < began and exit.pid != header.pid:
             exit = None  # of an earlier life: a rank that no launcher of ours started says of none that it began
-        announced = _announced_exit(told, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
+        announced = _announced_exit(told, rank, header.pid, believed_before if exit is None else math.inf)
         exit = _first_end(announced, exit)
         files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
         read = partial(read_stacks, show=place.frame)
@@ -264,7 +261,6 @@ class Reader:
             messages=log.messages,
             complete=log.complete,
             first_step_t=log.first_step_t,
-            events=events,
             told=told,
             stacks=tuple(sorted(dumps, key=lambda dump: dump.t)),
             samples=tuple(samples),
@@ -350,7 +346,7 @@ def _vocabulary(config: Any) -> int | None:
 
 def _world_size(journal: Iterable[Event], ranks: Mapping[int, RankEvidence]) -> int:
     said = [event.nproc for event in journal if isinstance(event, JobStarted) and is_rank(event.nproc)]
-    headers = [int(r.header["world_size"]) for r in ranks.values() if is_rank(r.header.get("world_size"))]
+    headers = [r.header.world_size for r in ranks.values() if is_rank(r.header.world_size)]
     return max([*said, *headers, *(n + 1 for n in ranks)], default=0)
 
 

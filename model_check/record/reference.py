@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from model_check.record.environment import Environment
 from model_check.record.events import KINDS, Event
 from model_check.record.flight import FlightEntry
-from model_check.record.ring import Crumb
+from model_check.record.metrics import StepMetrics
+from model_check.record.ring import Crumb, RingHeader
 from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import ProcessStacks
 from model_check.record.verdict import Verdict
@@ -35,13 +36,13 @@ key that is missing. Times called `t` are seconds of CLOCK_MONOTONIC, which all 
 
 _FILES = {
     "config.json": "the resolved configuration of `train`, each value with where it came from",
-    "environment.json": "[versions, GPUs, cores, memory and variables](#environment), without secrets",
-    "plan.json": "what the memory of a rank was [planned](#plan) to be, where its GPU is known",
-    "blackbox/rank-00000.ring": "the newest records of a rank, in a memory-mapped file that survives SIGKILL",
+    "environment.json": "[the machine](#environment): versions, GPUs, memory, variables without secrets",
+    "plan.json": "what the memory of a rank was [planned](#memory-plan) to be, where its GPU is known",
+    "blackbox/rank-00000.ring": "the newest [records](#ring) of a rank, in a memory-mapped file that survives SIGKILL",
     "blackbox/rank-00000.sock": "the socket at which a rank answers while its main thread is stuck",
     "events/rank-00000.jsonl": "what happened in a rank: one [event](#events) a line",
     "events/supervisor.jsonl": "what the launcher saw from outside: one [event](#events) a line",
-    "metrics.jsonl": "one object a step of `train`",
+    "metrics.jsonl": "one [object](#metrics) a step of `train`",
     "history/rank-00000": "the phases of every step, older parts coarsened",
     "stacks/rank-00000.1.json": "the [stacks](#stacks) of a rank, taken from outside; the number counts the rounds",
     "stacks/rank-00000.fault.txt": "what faulthandler wrote when the rank crashed",
@@ -62,12 +63,14 @@ def render_reference() -> str:
     """The whole page."""
     parts = [_INTRODUCTION, *(f"| `{name}` | {meaning} |" for name, meaning in _FILES.items()), ""]
     for title, record in (
-        ("Environment", Environment),
-        ("Plan", RunPlan),
         ("Ring", Crumb),
+        ("Header of a ring", RingHeader),
         ("Stacks", ProcessStacks),
         ("Flight recorder", FlightEntry),
         ("Verdict", Verdict),
+        ("Environment", Environment),
+        ("Memory plan", RunPlan),
+        ("Metrics", StepMetrics),
     ):
         parts += [f"## {title}", "", *_record(record)]
     parts += ["## Events", "", "Each line has the kind in `event`, and:", "", *_table(Event)]
@@ -85,14 +88,15 @@ def _record(record: type[Any]) -> Iterator[str]:
         yield from _table(inner)
 
 
-def _lineage(record: type[Any]) -> list[type[Any]]:
-    """The record and the records that it extends; what every event has stands once, at the head of the events."""
-    return [cls for cls in record.__mro__[::-1] if is_dataclass(cls) and (cls is not Event or record is Event)]
+def _classes(record: type[Any]) -> list[type[Any]]:
+    """The record and its bases, whose fields it has too; what all events have is shown once."""
+    bases = [base for base in reversed(record.__mro__[1:]) if is_dataclass(base) and base is not Event]
+    return [*bases, record]
 
 
 def _own_hints(record: type[Any]) -> list[Any]:
     hints = get_type_hints(record)
-    return [hints[name] for part in _lineage(record) for name in part.__annotations__]
+    return [hints[name] for one in _classes(record) for name in one.__annotations__]
 
 
 def _records_in(hint: Any) -> Iterator[type[Any]]:
@@ -107,7 +111,7 @@ def _records_in(hint: Any) -> Iterator[type[Any]]:
 def _choices(hint: Any) -> list[str]:
     """The values of an enumeration."""
     if get_origin(hint) is Literal:
-        return list(get_args(hint))
+        return [choice for choice in get_args(hint) if choice]
     return [choice for argument in get_args(hint) for choice in _choices(argument)]
 
 
@@ -115,10 +119,11 @@ def _table(record: type[Any]) -> list[str]:
     """The fields as they stand in the source, with the comments behind them."""
     rows = []
     hints = get_type_hints(record)
-    source = [(part, line) for part in _lineage(record) for line in inspect.getsource(part).splitlines()]
-    for part, line in source:
+    names = {name for one in _classes(record) for name in one.__annotations__}
+    for line in (line for one in _classes(record) for line in inspect.getsource(one).splitlines()):
         field = _FIELD.match(line)
-        if field is not None and field["name"] in part.__annotations__ and "ClassVar" not in field["type"]:
+        stored = "ClassVar" not in line and "NOT_STORED" not in line
+        if field is not None and stored and field["name"] in names:
             default = field["default"] if field["default"] and not field["default"].startswith("field(") else ""
             kind = (field["type"] + (f" = {default}" if default else "")).replace("|", "\\|")
             choices = ", ".join(f"`{choice}`" for choice in _choices(hints[field["name"]]))
