@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from model_check.record.events import KINDS, Event
 from model_check.record.flight import FlightEntry
+from model_check.record.metrics import StepMetrics
 from model_check.record.ring import Crumb
 from model_check.record.stacks import ProcessStacks
 from model_check.record.verdict import Verdict
@@ -39,7 +40,7 @@ _FILES = {
     "blackbox/rank-00000.sock": "the socket at which a rank answers while its main thread is stuck",
     "events/rank-00000.jsonl": "what happened in a rank: one [event](#events) a line",
     "events/supervisor.jsonl": "what the launcher saw from outside: one [event](#events) a line",
-    "metrics.jsonl": "one object a step of `train`",
+    "metrics.jsonl": "the [numbers](#metrics) of a step of `train` a line",
     "history/rank-00000": "the phases of every step, older parts coarsened",
     "stacks/rank-00000.1.json": "the [stacks](#stacks) of a rank, taken from outside; the number counts the rounds",
     "stacks/rank-00000.fault.txt": "what faulthandler wrote when the rank crashed",
@@ -63,6 +64,7 @@ def render_reference() -> str:
         ("Ring", Crumb),
         ("Stacks", ProcessStacks),
         ("Flight recorder", FlightEntry),
+        ("Metrics", StepMetrics),
         ("Verdict", Verdict),
     ):
         parts += [f"## {title}", "", *_record(record)]
