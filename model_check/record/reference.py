@@ -83,9 +83,14 @@ def _record(record: type[Any]) -> Iterator[str]:
         yield from _table(inner)
 
 
+def _lineage(record: type[Any]) -> list[type[Any]]:
+    """The record and the records that it extends; what every event has stands once, at the head of the events."""
+    return [cls for cls in record.__mro__[::-1] if is_dataclass(cls) and (cls is not Event or record is Event)]
+
+
 def _own_hints(record: type[Any]) -> list[Any]:
     hints = get_type_hints(record)
-    return [hints[name] for name in record.__annotations__]
+    return [hints[name] for part in _lineage(record) for name in part.__annotations__]
 
 
 def _records_in(hint: Any) -> Iterator[type[Any]]:
@@ -108,9 +113,10 @@ def _table(record: type[Any]) -> list[str]:
     """The fields as they stand in the source, with the comments behind them."""
     rows = []
     hints = get_type_hints(record)
-    for line in inspect.getsource(record).splitlines():
+    source = [(part, line) for part in _lineage(record) for line in inspect.getsource(part).splitlines()]
+    for part, line in source:
         field = _FIELD.match(line)
-        if field is not None and field["name"] in record.__annotations__ and "ClassVar" not in field["type"]:
+        if field is not None and field["name"] in part.__annotations__ and "ClassVar" not in field["type"]:
             default = field["default"] if field["default"] and not field["default"].startswith("field(") else ""
             kind = (field["type"] + (f" = {default}" if default else "")).replace("|", "\\|")
             choices = ", ".join(f"`{choice}`" for choice in _choices(hints[field["name"]]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 from dataclasses import dataclass
+from typing import Any
 
 from model_check.record.events.base import Event
 
@@ -28,6 +29,10 @@ class RankExit(Event, kind="rank_exited"):
     code: int | None = None
     signal: int | None = None
     signalled_at: float | None = None  # when we told it to end, if we did; CLOCK_MONOTONIC seconds
+
+    def body(self) -> dict[str, Any]:
+        """Always with both `code` and `signal`: programs read them, and one of them is null."""
+        return {**super().body(), "code": self.code, "signal": self.signal}
 
     @property
     def ok(self) -> bool:
