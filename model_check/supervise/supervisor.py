@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from model_check.record import Finding, RunDir, Verdict
@@ -44,6 +44,7 @@ _LOOK_AGAIN_S = 3.0  # until the next burst at a live rank; later bursts come af
 _LOOK_AGAIN_SHARE = 0.1
 _LONGEST_BLINDNESS_S = 8.0
 _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
+_TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 _LAST_WORDS = frozenset({"exception", "exit"})
 _SAMPLE_CLOSELY_S = 120.0
 _SAMPLE_HOURLY_S = 3600.0
@@ -430,8 +431,13 @@ class Supervisor:
         active |= {rank for rank, seen in states.items() if "R" in seen}
         in_io = any("D" in seen for seen in states.values())
         self._in_io_since = (self._in_io_since or now) if in_io else None
-        if in_io or not self._is_idle_hang(active):
+        if in_io or self._is_at_a_prompt(samples) or not self._is_idle_hang(active):
             self._life_at = now
+
+    def _is_at_a_prompt(self, samples: Mapping[int, processes.ProcessSample]) -> bool:
+        """A rank waits for input from a terminal: a person who debugs may think for as long as they like."""
+        asking = {activity.rank for activity in self._activities() if activity.phase == "input"}
+        return any(rank in asking and seen.fd0.startswith(_TERMINALS) for rank, seen in samples.items())
 
     def _is_idle_hang(self, active: set[int]) -> bool:
         """Ranks wait, and whoever they wait for does nothing: a rank that computes or moves bytes is slow, not hung."""

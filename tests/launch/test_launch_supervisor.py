@@ -301,6 +301,21 @@ def test_a_save_that_moves_little_at_a_time_is_alive(make_job: Any) -> None:
     assert job.supervisor.stalled
 
 
+def test_a_person_at_a_prompt_may_take_their_time(make_job: Any) -> None:
+    keyboard, terminal = os.openpty()
+    try:
+        job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5))
+        for rank in job.ranks:
+            rank.tell("step", "step")
+        job.ranks[0].tell("begin collective")
+        job.ranks[1].tell("begin input", f"prompt {os.ttyname(terminal)}")
+        assert job.poll_for(2.5) == []
+        assert job.shown, "the warning is shown"
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+
+
 def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(make_job: Any) -> None:
     job = make_job()
     job.ranks[1].tell("exit 3")
