@@ -56,8 +56,9 @@ class Limits:
 
     `io_kill_after_s`: the same for a rank in uninterruptible I/O (state D), where a slow filesystem may hold it for a
     long time; 0: never.
-    `own_exit_s` is what a failing rank gets to leave by itself, `own_launcher_s` what a launcher that the job brought
-    along gets to end the others.
+    `own_exit_s` is what a failing rank gets to leave by itself, and `own_work_s` what it gets while it or a child is at
+    work, such as a tracker that uploads its last lines. `own_launcher_s` is what a launcher that the job brought along
+    gets to end the others.
     """
 
     stall_floor_s: float = STALL_FLOOR_S
@@ -70,6 +71,7 @@ class Limits:
     examine_cost_share: float = 0.006  # of a core, while all is well
     say_every_s: float = 30.0
     own_exit_s: float = 1.5
+    own_work_s: float = 10.0
     own_launcher_s: float = 0.0
     kill_after_s: float = 300.0
     io_kill_after_s: float = 0.0
@@ -112,6 +114,7 @@ class Supervisor:
         self._turned_at = math.inf
         self._in_io_since: float | None = None
         self._proven_at: float | None = None
+        self._last_active: set[int] = set()  # ranks at work in the newest sample
         self._close_looks: list[float] = []
         self._detection_times = DetectionTimes()
         self._ended = False
@@ -413,7 +416,7 @@ class Supervisor:
     def _sample_pause(self, now: float) -> float:
         """Every second at the start and while something is wrong; a healthy day must not fill the disk."""
         age = now - min(rank.started_at for rank in self._ranks.values())
-        if self._stall is not None or age < _SAMPLE_CLOSELY_S:
+        if self._stall is not None or self._proven_at is not None or age < _SAMPLE_CLOSELY_S:
             return self._limits.sample_every_s
         return self._limits.sample_every_s * (5 if age < _SAMPLE_HOURLY_S else 30)
 
@@ -421,6 +424,7 @@ class Supervisor:
         self._sampled_at = now
         samples = self._gather.sample(self._pids())
         active = {rank for rank, seen in samples.items() if self._ranks[rank].was_active(seen)}
+        self._last_active = active
         if self._stall is None:
             return
         # On a machine with too much to do a rank that wants to compute gets hardly any time; it is not idle.
@@ -538,8 +542,9 @@ class Supervisor:
         if self._proven_at is None:
             self._proven_at = now
         if finding.code[:3] in _CRASHES:
-            leaving = any(rank in self._pids() for rank in finding.ranks)
-            patience = max(self._limits.own_launcher_s, self._limits.own_exit_s if leaving else 0.0)
+            leaving = self._pids().keys() & set(finding.ranks)
+            exit_s = self._limits.own_work_s if leaving & self._last_active else self._limits.own_exit_s
+            patience = max(self._limits.own_launcher_s, exit_s if leaving else 0.0)
             if now - self._proven_at < patience:
                 return None
         why = f"{finding.code}: {finding.title}"

@@ -381,6 +381,17 @@ def test_a_crashed_job_is_left_to_its_own_launcher_first(
     assert bool(endings) is ends_at_once
 
 
+def test_a_failing_rank_that_is_still_at_work_is_not_cut_short(make_job: Any) -> None:
+    """A tracker uploads its last lines after the exception, for example."""
+    crash = Finding("MC301", "rank 1 raised ValueError", certainty="proven", ranks=[1], victims=[0])
+    job = make_job(crash, limits=replace(_QUICK, own_work_s=2.0))
+    job.ranks[1].tell("spin")
+    job.supervisor.journal.write("stall")
+    assert job.poll_for(1.2) == []
+    ending = job.poll_until(lambda: False)
+    assert ending is not None and ending.reason.startswith("MC301")
+
+
 def test_an_interrupted_stall_keeps_its_finding(make_job: Any) -> None:
     job = make_job(WARNING)
     _hang(job)
