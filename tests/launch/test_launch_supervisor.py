@@ -329,7 +329,9 @@ def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(mak
 
 
 def test_after_bad_news_of_a_rank_its_peers_are_looked_at_more_often(make_job: Any) -> None:
-    job = make_job(limits=replace(_QUICK, examine_every_s=60.0))
+    # No stall in between, which would be examined too.
+    limits = replace(_QUICK, examine_every_s=60.0, stall_before_first_step_s=60.0, stall_while_peers_wait_s=60.0)
+    job = make_job(limits=limits)
     job.supervisor.poll()
     assert job.examinations == 1
     events = JsonlWriter(job.run_dir.events(1))
