@@ -424,15 +424,16 @@ class Supervisor:
         self._sampled_at = now
         samples = self._gather.sample(self._pids())
         active = {rank for rank, seen in samples.items() if self._ranks[rank].was_active(seen)}
-        self._last_active = active
-        if self._stall is None:
+        if self._stall is None and self._proven_at is None:
             return
         # On a machine with too much to do a rank that wants to compute gets hardly any time; it is not idle.
         states = {
             rank: processes.thread_states([seen.stat.pid, *(child.pid for child in seen.children)])
             for rank, seen in samples.items()
         }
-        active |= {rank for rank, seen in states.items() if "R" in seen}
+        self._last_active = active = active | {rank for rank, seen in states.items() if "R" in seen}
+        if self._stall is None:
+            return
         in_io = any("D" in seen for seen in states.values())
         self._in_io_since = (self._in_io_since or now) if in_io else None
         if in_io or self._is_at_a_prompt(samples) or not self._is_idle_hang(active):
