@@ -265,7 +265,10 @@ dist.destroy_process_group()
     ("size", "when"),
     [
         (1, "after"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "before"), (3, "before"), (4, "after"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "before"), (2, "before"), (3, "before"), (4, "after"))
+        ),
     ],
 )
 def test_a_helper_with_a_process_group_of_its_own_is_no_rank(
