@@ -180,8 +180,10 @@ def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, W
     return [*lines, *waiting_text(waits, [v for v in victims if _fatal_exception(evidence.of(v)) is None])]
 
 
-def _exception_finding(crash: _Crash, exception: ExceptionEvent, caught: Sequence[str] = ()) -> Finding:
-    """`caught`: what the script did with the exception before it ended."""
+def _exception_finding(
+    crash: _Crash, exception: ExceptionEvent, caught: Sequence[str] = (), left: Mapping[str, Any] | None = None
+) -> Finding:
+    """`caught`, `left`: what the script did with the exception, and how it ended, if it caught the exception first."""
     evidence, rank = crash.evidence, crash.rank
     code, about = classify_exception(exception, evidence, crash.ranks)
     # torch notices the end of a worker in a signal handler, wherever the rank happens to be at that time.
@@ -221,7 +223,7 @@ def _exception_finding(crash: _Crash, exception: ExceptionEvent, caught: Sequenc
         # Our own sentence about somebody's files or settings: no line of ours is at fault.
         title, frame, observed = shorten(words, 200, placeholder=" …"), None, f"observed: {who} stopped: {words}"
     reasons = [observed, *led_to_it(exception), *extra, *caught]
-    return crash.finding(code, title, frame, reasons, facts_of(exception), fix=fix)
+    return crash.finding(code, title, frame, reasons, {**(left or {}), **facts_of(exception)}, fix=fix)
 
 
 def _own_words(exception: ExceptionEvent) -> str:
@@ -352,12 +354,14 @@ def _exit_code_finding(crash: _Crash) -> Finding:
     last = rank.last_site()
     raising = only_system_exit(last, code) if (guessed or via == "SystemExit") and last is not None else None
     frame = said.user_frame or raising or last
+    facts = {"exit_code": code, "via": "SystemExit" if guessed else via, "message": words}
+    facts = {name: fact for name, fact in facts.items() if fact != ""}
     missed = bool(crash.victims) or _others_go_on(evidence, rank)
     swallowed = last_swallowed(evidence, rank.rank)
     if swallowed is not None and missed and not went_on(rank, swallowed):
         place = f" at {frame.site}" if frame is not None else ""
         left = f"observed: the script caught it and exited with code {code}" + (f" through {via}{place}" if via else "")
-        return _exception_finding(crash, swallowed, [left])
+        return _exception_finding(crash, swallowed, [left], facts)
     if swallowed is not None and missed:
         return swallowed_finding(evidence, rank.rank, swallowed, crash.victims, crash.aftermath)
     who = ranks_text(crash.ranks)
@@ -371,7 +375,7 @@ def _exit_code_finding(crash: _Crash) -> Finding:
         f"{who} exited with code {code}" + (f": {words}" if words else " without an exception"),
         frame,
         reasons,
-        {"exit_code": code, **({"via": via} if via else {}), **({"message": words} if words else {})},
+        facts,
         certainty="proven" if missed else "observed",
         # All ranks that end with a code of their own choice, and nobody waiting, is a decision of the script.
         severity="error" if missed else "warning",

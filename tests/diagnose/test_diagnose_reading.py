@@ -115,19 +115,6 @@ def test_times_of_detection_survive_in_the_verdict_file(stage):
     assert examine(stage.run_dir, live=False).findings[0].seconds_to_detect is None
 
 
-def test_records_with_the_trainers_own_field_names_are_understood(tmp_path):
-    path = tmp_path / "events.jsonl"
-    trace = 'Traceback:\n  File "train.py", line 12, in step\n    loss = f(x)\nValueError: x'
-    path.write_text(
-        json.dumps({"kind": "exception", "monotonic": 5.0, "type": "ValueError", "traceback": trace}) + "\n"
-    )
-    tail = JsonlTail(path)
-    assert tail.update() == []
-    record = tail.records[0]
-    assert (record["event"], record["t"]) == ("exception", 5.0)
-    assert record["frames"] == [{"file": "train.py", "line": 12, "function": "step"}]
-
-
 @given(st.lists(st.one_of(st.binary(max_size=40), st.just(b'{"event": "x"}')), max_size=12), st.integers(0, 200))
 def test_event_files_of_any_content_are_read_in_pieces_or_at_once(tmp_path_factory, lines, cut):
     path = tmp_path_factory.mktemp("events") / "e.jsonl"

@@ -29,7 +29,7 @@ COMMON_FACTS: Mapping[str, str] = {
     "raised_in": "the process that raised it first, where the rank only raised it again",
     "followed_from": "the class of the exception from which it followed",
     "exit_code": "the exit code of the rank",
-    "via": "how it left: return, sys.exit, os._exit, or SystemExit where that was raised and not called",
+    "via": "how it left: return, sys.exit, os._exit, or SystemExit where no exit was called",
     "signal": "the name of the signal that ended it",
     "last_recorded": "true: the line is the last that was recorded before a kill, not its cause",
     "ended_by": "the script ended because of this: the ranks that did so, with the facts above",
