@@ -24,9 +24,8 @@ from model_check.engine.optimizer import build_optimizer
 from model_check.engine.place import Place
 from model_check.engine.step import TrainStep
 from model_check.plan.choice import estimate
-from model_check.plan.flops import count_flops_per_token
+from model_check.plan.flops import count_flops_per_token, peak_flops
 from model_check.plan.memory import GIB
-from model_check.plan.peaks import peak_flops
 
 MODES = ("none", "selective", "full")
 WARM_UP = 3

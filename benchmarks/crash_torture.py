@@ -265,7 +265,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=None, help="steps of the whole run (default 12 a kill)")
+    parser.add_argument("--steps", type=int, default=None, help="steps of the whole run (default 30 a kill)")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--json", type=Path, default=None, help="also write the result here")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -273,7 +273,8 @@ def main() -> int:
     if arguments.serve:
         serve()
         return 0
-    steps = arguments.steps or max(60, 12 * arguments.kills)
+    # More than all lives do together, even where kills come late: training must not end before the last one.
+    steps = arguments.steps or max(60, 30 * arguments.kills)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="crash-torture-") as folder:
         torture = Torture(Path(folder), arguments.ranks, steps, random.Random(arguments.seed))

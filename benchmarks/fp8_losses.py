@@ -88,7 +88,7 @@ def losses(args: argparse.Namespace, tokens: torch.Tensor, seed: int, precision:
         batch = SimpleNamespace(
             tokens=window[:, :-1].contiguous(), targets=window[:, 1:].contiguous(), document_ids=None, positions=None
         )
-        found.append(step([batch], rate_at(number, args.steps, args.rate)).packed[0])
+        found.append(step([batch], rate_at(number, args.steps, args.rate))[0])
     return torch.stack(found).tolist()
 
 

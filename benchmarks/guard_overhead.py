@@ -33,10 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model_check.config import Config, load_config
 from model_check.engine.arrangement import Arranged, arrange_llama
-from model_check.engine.buckets import pin_buckets
 from model_check.engine.inputs import RandomState
 from model_check.engine.optimizer import build_optimizer
-from model_check.engine.passes import WholeModel
+from model_check.engine.passes import WholeModel, pin_buckets
 from model_check.engine.place import Place, join, join_alone, leave
 from model_check.engine.step import TrainStep
 from model_check.numerics.finite import LocalCheck, watch_replica
@@ -109,8 +108,8 @@ def measure(options: argparse.Namespace, rank: int, ranks: int) -> Result | None
     device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
     place = Place(rank, ranks, device)
     torch.set_num_threads(1)
-    join(place, backend=None, timeout_s=600)
     config = settings(options)
+    join(place, config)
     vocabulary = 128256 if options.device == "cuda" else 4096
     arranged = arrange_llama(config, place, vocabulary)
     if options.replica and ranks == 1:

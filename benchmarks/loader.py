@@ -18,8 +18,7 @@ import xxhash
 from result_file import result_path, write_result
 
 from model_check.data import BatchLoader, PackedCache
-from model_check.data.encoded import EncodedDocuments
-from model_check.data.packed import SplitWriter
+from model_check.data.packed import EncodedDocuments, SplitWriter
 
 STEP_SECONDS = 0.001
 SHAPES = ((8, 512), (4, 2048), (2, 8192), (16, 2048))

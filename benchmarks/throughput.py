@@ -4,7 +4,7 @@
 
 Every variant trains the same shape on the same random tokens. A round is a few steps of each variant in turn, so that
 clocks and neighbours disturb all alike; the table has medians over the rounds. MFU counts causal attention half and
-leaves out the input embedding (docs/configuration of the peak: model_check/plan/peaks.py).
+leaves out the input embedding (docs/configuration of the peak: model_check/plan/flops.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from model_check.engine.step import TrainStep
 from model_check.models import apply_compile, build_model
 from model_check.models.attention import resolve_backend
 from model_check.models.fp8 import apply_fp8
-from model_check.plan.flops import count_flops_per_token
-from model_check.plan.peaks import peak_flops
+from model_check.plan.flops import count_flops_per_token, peak_flops
 
 DEVICE = torch.device("cuda")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from hypothesis import settings
 # A busy machine stretches any example: how long one takes is measured in benchmarks, not here.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+# A shell that starts the tests in the background makes them, and so every process of a test, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent

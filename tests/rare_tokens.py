@@ -15,7 +15,7 @@ import torch
 
 from model_check.config import load_config, resolve_shape
 from model_check.data import BatchLoader, load_tokenizer, prepare
-from model_check.engine.data_spec import data_spec
+from model_check.engine.data_and_shape import data_spec
 from model_check.models import build_model
 from tests.conftest import Shell
 

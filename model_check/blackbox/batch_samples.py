@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from model_check.blackbox.box import BOX
+from model_check.record.events.memory import RecordingFailed
 from model_check.record.user_code import is_watching
 
 _KEPT = 4  # batches
@@ -73,7 +74,7 @@ def handed_out(loader: Any, batch: Any) -> None:
 
 def _give_up(error: Exception) -> None:
     _Broken.down = True
-    BOX.event("recording_failed", what="dataset indices", error=f"{type(error).__name__}: {error}"[:500])
+    BOX.event(RecordingFailed.by(error, "dataset indices"))
 
 
 def _remember(loader: Any, batch: Any) -> None:

@@ -7,18 +7,22 @@ its own if it turns out to be a rank.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, ParamSpec
 
 from model_check.blackbox.frames import UserCode
 from model_check.blackbox.recorder import DTYPE, OP, PHASE, Recorder
 from model_check.record.events import Event
+from model_check.record.events.memory import RecordingFailed
 from model_check.record.files import JsonlWriter
 from model_check.record.paths import RunDir
 from model_check.record.process_identity import live_pid
@@ -28,6 +32,7 @@ from model_check.record.ring import BEGIN, END, POINT, kind, read_header
 RANK_PID_VARIABLE = "MODEL_CHECK_RANK_PID"
 GUARD_VARIABLE = "MODEL_CHECK_GUARD"  # holds a GuardMode; unset: off
 GuardMode = Literal["observe", "full", "halt", "off"]
+Given = ParamSpec("Given")
 _STEP_KIND = kind(POINT, PHASE["step"])
 _NO_SITE = (0, 0, 0)
 
@@ -113,14 +118,19 @@ class BlackBox:
         if not self.may_adopt or self.run_dir is None:
             return self.recorder
         self.may_adopt = False
-        if live_pid(read_header(self.run_dir.ring(0))) is None:
-            self.open(0, world_size=1, local_rank=0)
+        try:
+            if live_pid(read_header(self.run_dir.ring(0))) is None:
+                self.open(0, world_size=1, local_rank=0)
+        except Exception as error:  # a full disk, say, in the middle of the script's first step
+            self.give_up(error)
         return self.recorder
 
     def give_up(self, error: BaseException) -> None:
         """Something of ours failed: the script must not. It runs on without being recorded."""
-        trace = traceback.format_exception(type(error), error, error.__traceback__)
-        self.event("recording_failed", error=f"{type(error).__name__}: {error}", traceback="".join(trace)[-4000:])
+        self.event(RecordingFailed.by(error))
+        if self.recorder is not None:
+            # In the ring, whose space is reserved: the silence of this rank must not look like a hang.
+            self.recorder.identify(gave_up=type(error).__name__)
         self.leave()
 
     # Records
@@ -168,16 +178,15 @@ class BlackBox:
 
     # Events
 
-    def event(self, event: Event | str, /, **fields: Any) -> None:
+    def event(self, event: Event) -> None:
         """Appends to the rank's events, without secrets. Does nothing once another process has become this rank."""
-        name, at = (event, 0.0) if isinstance(event, str) else (event.kind, event.t)
-        body = fields if isinstance(event, str) else event.body()
         events, recorder = self._events, self.recorder
         if events is None or recorder is None or not recorder.is_current():
             return
         try:
-            told = {key: redact_text(value) if isinstance(value, str) else value for key, value in body.items()}
-            events.write({"t": at or time.monotonic(), "event": name, "pid": os.getpid(), **told})
+            body = event.body().items()
+            told = {key: redact_text(value) if isinstance(value, str) else value for key, value in body}
+            events.write({"t": event.t or time.monotonic(), "event": event.kind, "pid": os.getpid(), **told})
         except OSError as error:
             # A full disk under the run directory is our trouble: raised here, it would be the script's. The ring, whose
             # pages exist, goes on, and the next event may find room again.
@@ -196,6 +205,41 @@ class BlackBox:
 
 
 BOX = BlackBox()
+
+
+@dataclass
+class StepFollower:
+    """The hook through which the black box tells another package of every step, without importing that package.
+
+    The module with this name is imported only at the first step, because it needs torch fully imported.
+    """
+
+    module: str = ""
+
+    def load(self) -> ModuleType | None:
+        return importlib.import_module(self.module) if self.module else None
+
+    @property
+    def loaded(self) -> ModuleType | None:
+        """None before the first step, and if no module follows."""
+        return sys.modules.get(self.module)
+
+
+FOLLOWER = StepFollower()
+
+
+def harmless(note: Callable[Given, None]) -> Callable[Given, None]:
+    """For notes that are taken inside the script's calls and handlers: a failure of ours is recorded, not raised."""
+
+    @functools.wraps(note)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> None:
+        try:
+            note(*args, **kwargs)
+        except Exception as error:
+            with suppress(Exception):
+                BOX.event(RecordingFailed(error=f"{type(error).__name__}: {error}", what=note.__qualname__))
+
+    return call
 
 
 def whole_number(environ: Mapping[str, str], *names: str) -> int | None:
@@ -221,12 +265,14 @@ def rank_from_environment(environ: Mapping[str, str]) -> int | None:
 __all__ = [
     "BOX",
     "DTYPE",
+    "FOLLOWER",
     "GUARD_VARIABLE",
     "OP",
     "PHASE",
     "BlackBox",
     "GuardMode",
     "SpanKind",
+    "harmless",
     "rank_from_environment",
     "whole_number",
 ]

@@ -17,10 +17,10 @@ import torch
 
 from model_check.blackbox.box import BOX, DTYPE, OP, SpanKind
 from model_check.blackbox.exceptions import NOTES
-from model_check.blackbox.gate_patches import GATE, let_go
+from model_check.blackbox.gate import GATE, let_go
 from model_check.blackbox.groups import GROUPS, Group
 from model_check.blackbox.recorder import Recorder
-from model_check.record.ring import FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS, REDUCES_BY, TAG, UNIT
+from model_check.record.ring import FLAG_ASYNC, FLAG_NATIVE, MAX_DIMS, RAISED, REDUCES_BY, TAG, UNIT, WAIT
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPE.items() if hasattr(torch, name)}
 _OTHER_DTYPE = DTYPE["other"]
@@ -246,7 +246,7 @@ def recorded(original: Callable[..., Any], call: Call) -> Callable[..., Any]:
         try:
             result = original(*args, **kwargs)
         except BaseException as error:
-            end(issued, f"raised {type(error).__name__}")
+            end(issued, f"{RAISED}{type(error).__name__}")
             NOTES.left_a_call(error, call.op)
             raise
         finally:
@@ -295,7 +295,7 @@ def wait_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
             file,
             line,
             function,
-            recorder.intern("wait"),
+            recorder.intern(WAIT),
             issued.peer,
             issued.seq,
             issued.group.id,
@@ -306,10 +306,10 @@ def wait_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(work, *args, **kwargs)
         except BaseException as error:
-            end(waiting, f"raised {type(error).__name__}")
+            end(waiting, f"{RAISED}{type(error).__name__}")
             NOTES.left_a_call(error, "wait")
             raise
-        end(waiting, "wait")
+        end(waiting, WAIT)
         return result
 
     return wait
@@ -334,7 +334,7 @@ def batch_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             works = original(p2p_op_list)
         except BaseException as error:
-            BOX.end(recorder, _BATCH, span, f"raised {type(error).__name__}")
+            BOX.end(recorder, _BATCH, span, f"{RAISED}{type(error).__name__}")
             NOTES.left_a_call(error, "batch_p2p")
             raise
         finally:

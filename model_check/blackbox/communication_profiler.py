@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -131,44 +131,16 @@ class _Call(NamedTuple):
     start: float
     cpu_start: float
 
-
-class _Timing(Protocol):
-    """How long the device was at one call."""
-
-    @property
-    def over(self) -> bool: ...
-    @property
-    def seconds(self) -> float: ...
+    def is_timed(self) -> None:
+        self.kind.timed_bytes += self.bytes
+        self.kind.bus_bytes += self.bus_bytes
 
 
-class _OnOwnStream:
-    """By the events that NCCL itself records around an asynchronous call."""
+class _Timing(NamedTuple):
+    """When the device has finished a call, and the seconds it took."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    @property
-    def over(self) -> bool:
-        return bool(self._work.is_completed())
-
-    @property
-    def seconds(self) -> float:
-        return float(self._work._get_duration()) / 1e3
-
-
-class _OnStream:
-    """By events of ours around a call on the current stream."""
-
-    def __init__(self, begun: Any, ended: Any) -> None:
-        self._begun, self._ended = begun, ended
-
-    @property
-    def over(self) -> bool:
-        return bool(self._ended.query())
-
-    @property
-    def seconds(self) -> float:
-        return float(self._begun.elapsed_time(self._ended)) / 1e3
+    over: Callable[[], bool]
+    seconds: Callable[[], float]
 
 
 class _Begun(NamedTuple):
@@ -185,6 +157,11 @@ class _Begun(NamedTuple):
                 return None
             stream = torch.cuda.current_stream(device)
             return cls(stream, _event_on(stream))
+
+    def timing(self) -> _Timing:
+        """Of what was issued on the stream since."""
+        ended = _event_on(self.stream)
+        return _Timing(ended.query, lambda: self.event.elapsed_time(ended) / 1e3)
 
 
 def _event_on(stream: Any) -> Any:
@@ -308,14 +285,15 @@ class CommunicationProfiler:
     def _issued_on_device(self, call: _Call, work: Any, begun: Any, group: Any, name: str) -> None:
         if work is None:
             # A call that the script waits for runs on the script's own stream and leaves no Work.
-            self._pending(call, _OnStream(begun.event, _event_on(begun.stream)) if begun is not None else None)
+            self._pending(call, begun.timing() if begun is not None else None)
             return
         if name not in self._timed_groups:
             self._timed_groups.add(name)
             group._enable_collectives_timing()  # for the calls after this one
             self._pending(call, None)
             return
-        self._pending(call, _OnOwnStream(work))
+        # By the events that NCCL itself records around an asynchronous call.
+        self._pending(call, _Timing(work.is_completed, lambda: work._get_duration() / 1e3))
 
     def _pending(self, call: _Call, timing: _Timing | None) -> None:
         """None: nothing will tell how long it took."""
@@ -329,20 +307,18 @@ class CommunicationProfiler:
 
     def _collect_from_device(self) -> None:
         with self._collecting:  # backward passes run on threads of their own
-            while self._on_device and self._on_device[0][1].over:
+            while self._on_device and self._on_device[0][1].over():
                 call, timing = self._on_device.popleft()
-                seconds = timing.seconds
+                seconds = timing.seconds()
                 with self._lock:
+                    call.is_timed()
                     for kind in (call.kind, self._all):
                         kind.device_seconds += seconds
-                    call.kind.timed_bytes += call.bytes
-                    call.kind.bus_bytes += call.bus_bytes
 
     def _ended(self, call: _Call) -> None:
         interval = Interval(call.start, time.perf_counter(), call.cpu_start, time.clock_gettime(self._main_clock))
         with self._lock:
-            call.kind.timed_bytes += call.bytes
-            call.kind.bus_bytes += call.bus_bytes
+            call.is_timed()
             for kind in (call.kind, self._all):
                 kind.intervals.append(interval)
                 if len(kind.intervals) >= _COMPACT_EVERY:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from model_check.blackbox.box import BOX
-from model_check.blackbox.step_follower import FOLLOWER
+from model_check.blackbox.box import BOX, FOLLOWER
+from model_check.record.events.memory import RecordingFailed
 
 # Our code that runs inside a script. Our own trainer's model is compiled like any other.
 OURS = ("model_check.blackbox.", "model_check.numerics.", "model_check.record.")
@@ -46,7 +46,7 @@ def _leave_alone(module: ModuleType, eval_frame: ModuleType) -> None:
         for code in _code_in(vars(module).values(), module.__name__):
             skip(code)
     except (TypeError, RuntimeError) as error:
-        BOX.event("recording_failed", error=f"{type(error).__name__}: {error}", traceback="")
+        BOX.event(RecordingFailed.by(error))
 
 
 def _skip_all_below(eval_frame: Any) -> Callable[[CodeType], Any] | None:

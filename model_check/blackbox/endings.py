@@ -18,13 +18,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from model_check.blackbox import resident_memory
+from model_check.blackbox import memory_marks
 from model_check.blackbox.backend_shutdown import let_backends_finish
-from model_check.blackbox.box import BOX
+from model_check.blackbox.box import BOX, FOLLOWER, harmless
 from model_check.blackbox.exceptions import NOTES, event_of, hide_our_frames, shown
 from model_check.blackbox.relayed_errors import words
 from model_check.blackbox.spans import is_wrapped
-from model_check.blackbox.step_follower import FOLLOWER
 from model_check.record.events.crashes import Exit, ThreadException, UncaughtException, WayOut
 
 _LEFT_S = 0.4
@@ -38,6 +37,7 @@ class _Ending:
         self.exit_call: Exit | None = None
         self.written = False
 
+    @harmless
     def fail(self, error: BaseException) -> None:
         """An exception that nobody caught."""
         if BOX.recorder is None or isinstance(error, (SystemExit, GeneratorExit)) or self.exception == id(error):
@@ -51,10 +51,11 @@ class _Ending:
             if isinstance(error, Exception) and not of_memory:  # there is none to look with either
                 steps.process_stops(list(_traceback(error.__traceback__)), said)
         if of_memory:
-            resident_memory.mark("memory error")
+            memory_marks.mark("memory error")
         hide_our_frames(error)
         BOX.event(event_of(error, UncaughtException))
 
+    @harmless
     def asked(self, code: int, via: WayOut, frame: FrameType | None, message: str = "") -> None:
         """sys.exit, exit or os._exit was called, here; sys.exit may have been given words instead of a code."""
         if code and (steps := FOLLOWER.loaded) is not None:
@@ -72,6 +73,7 @@ class _Ending:
         if BOX.recorder is not None and on_main and self.exit_call is None and self.exception is None and text.strip():
             self.exit_call = Exit(code=1, via="SystemExit", message=shown(text))
 
+    @harmless
     def write(self) -> None:
         """The last event of the process."""
         if self.written or BOX.recorder is None:
@@ -90,7 +92,7 @@ class _Ending:
                 with _ending_in_time():
                     steps.look_back()
             steps.process_ends()
-        resident_memory.mark("exit")
+        memory_marks.mark("exit")
         if self.exception is not None:
             BOX.event(Exit(code=1, via="exception"))
         else:

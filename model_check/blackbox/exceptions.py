@@ -23,7 +23,7 @@ from types import CodeType, TracebackType
 from typing import Any, TextIO, TypeVar
 
 from model_check.blackbox import relayed_errors
-from model_check.blackbox.box import BOX
+from model_check.blackbox.box import BOX, harmless
 from model_check.errors import ModelCheckError
 from model_check.record.events.crashes import ExceptionEvent, Origin, RaisedException, SwallowedException, Told
 from model_check.record.redaction import redact_text, secret_values
@@ -49,7 +49,7 @@ def event_of(error: BaseException, kind: type[E], **more: Any) -> E:
     user_frame = code.user_frame(frames)
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         # The line that does not parse never ran, so no frame has it.
-        user_frame = code.described(error.filename, error.lineno, "<module>")
+        user_frame = code.described(str(error.filename), error.lineno, "<module>")
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     # The line of a group is only where they were put together.
     parts = error.exceptions[:_MOST_PARTS] if _GROUP is not None and isinstance(error, _GROUP) else None
@@ -141,6 +141,7 @@ class Notes:
         """A handler of the script's has it. It may still raise it again."""
         self._note(error, "handler")
 
+    @harmless
     def _note(self, error: BaseException, during: str) -> None:
         if isinstance(error, _ORDINARY) or self._written >= _MAX_SWALLOWED:
             return
@@ -164,6 +165,7 @@ class Notes:
         if self._pending:
             self._settle(handled)
 
+    @harmless
     def _settle(self, handled: BaseException | None) -> None:
         thread = threading.get_ident()
         pending = self._pending.get(thread)

@@ -12,14 +12,20 @@ stopped is no reason to wait forever: after `patience_s` a rank goes on without 
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from model_check.blackbox.spans import span
 
 FOLDER_VARIABLE = "MODEL_CHECK_GATE_DIR"
 SLOTS_VARIABLE = "MODEL_CHECK_GATE_SLOTS"
@@ -88,29 +94,6 @@ class Gate:
     def held(self) -> bool:
         return self._fd >= 0
 
-    def enter(self) -> None:
-        """Waits for a slot; returns without one when patience ends, or where files cannot be locked."""
-        with self._lock:
-            self._depth += 1
-            if self._depth > 1:
-                return
-            try:
-                self._acquire()
-            except BaseException as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    self._line(f"not used, {self.plan.folder} cannot be locked ({error.strerror}); going on")
-                    return
-                # A handler of the script's raised in the middle of the wait; its TimeoutError bears no number.
-                self._depth = 0
-                self.release()
-                raise
-
-    def leave(self) -> None:
-        with self._lock:
-            self._depth = max(0, self._depth - 1)
-            if self._depth == 0:
-                self.release()
-
     def release(self) -> None:
         """Gives the slot back now, however deep the caller is: what comes next may wait for other ranks."""
         with self._lock:
@@ -121,11 +104,30 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        self.enter()
+        """Holds a slot; goes on without one when patience ends, or where files cannot be locked."""
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._acquire_if_possible()
         try:
             yield
         finally:
-            self.leave()
+            with self._lock:
+                self._depth = max(0, self._depth - 1)
+                if self._depth == 0:
+                    self.release()
+
+    def _acquire_if_possible(self) -> None:
+        try:
+            self._acquire()
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                self._line(f"not used, {self.plan.folder} cannot be locked ({error.strerror}); going on")
+                return
+            # A handler of the script's raised in the middle of the wait; its TimeoutError bears no number.
+            self._depth = 0
+            self.release()
+            raise
 
     def _acquire(self) -> None:
         if self.plan.slots == 0:
@@ -182,3 +184,93 @@ def _append(path: Path, line: str) -> bool:
     except OSError:
         return False
     return True
+
+
+class _OfThisRank:
+    """The gate of this process, and those of the graphs that it has compiled.
+
+    None in every process but a rank whose launcher set one up: everything below then calls straight through.
+    """
+
+    gate: Gate | None = None
+    graphs: ClassVar[dict[str, Gate]] = {}
+
+
+GATE = _OfThisRank()
+
+
+def open_for(rank: int) -> None:
+    """Called when the process learns its rank; does nothing without a plan in the environment."""
+    plan = GatePlan.from_environment(os.environ)
+    if plan is not None and GATE.gate is None:
+        GATE.gate = Gate(plan, rank)
+
+
+def let_go() -> None:
+    """Before anything that waits for other ranks."""
+    for gate in (GATE.gate, *GATE.graphs.values()):
+        if gate is not None and gate.held:
+            gate.release()
+
+
+@contextmanager
+def through_the_gate(what: str, graph: str = "") -> Iterator[None]:
+    """Holds a slot while the block runs, alone with the graph if it has one; the wait is a span of phase `gate`."""
+    gate = GATE.gate
+    if gate is None:
+        yield
+        return
+    if graph and graph not in GATE.graphs:
+        GATE.graphs[graph] = Gate(gate.plan.of_graph(graph), gate.rank)
+    # Who waits for the graph holds no slot meanwhile: another graph may have it.
+    gates = [GATE.graphs[graph], gate] if graph else [gate]
+    with ExitStack() as entered:
+        with span("gate", what):
+            for each in gates:
+                entered.enter_context(each.passing())
+        yield
+
+
+def patch_inductor(module: ModuleType) -> None:
+    """torch._inductor.compile_fx gets a span, and below it the gate stands: where one graph is looked up in the cache
+    or else compiled, that of a backward pass when it first runs. The first rank fills the cache, the next ones load.
+    """
+    module.compile_fx = _spanned(module.compile_fx)  # type: ignore[attr-defined]
+    module._compile_fx_inner = _gated(module._compile_fx_inner, module.config)  # type: ignore[attr-defined]
+
+
+def _gated(compile_one: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    @functools.wraps(compile_one)
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        if GATE.gate is None:
+            return compile_one(*args, **kwargs)
+        # Without a cache nothing would be left for those who wait.
+        cached = config.fx_graph_cache and not config.force_disable_caches
+        with through_the_gate("torch.compile", _name_of_graph(*args) if cached else ""):
+            return compile_one(*args, **kwargs)
+
+    return gated
+
+
+def _spanned(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compile_fx)
+    def spanned(*args: Any, **kwargs: Any) -> Any:
+        with span("compile", "torch.compile"):
+            return compile_fx(*args, **kwargs)
+
+    return spanned
+
+
+def _name_of_graph(graph: Any = None, inputs: Any = (), *_: Any) -> str:
+    """The same on all ranks that would find each other's work in the cache; empty where it cannot be told.
+
+    The cache knows devices by their numbers: ranks that see all GPUs share nothing, and must not wait for each other.
+    """
+    code = getattr(graph, "code", None)
+    if not isinstance(code, str):
+        return ""
+    facts = [
+        (type(value).__name__, *(str(getattr(value, fact, "")) for fact in ("shape", "dtype", "device")))
+        for value in inputs
+    ]
+    return hashlib.sha256(f"{code}{facts}".encode()).hexdigest()[:16]

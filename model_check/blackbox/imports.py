@@ -8,19 +8,19 @@ where the job has one.
 from __future__ import annotations
 
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from model_check.blackbox import compiler
-from model_check.blackbox.box import BOX, SpanKind
-from model_check.blackbox.gate_patches import through_the_gate
+from model_check.blackbox.box import BOX
+from model_check.blackbox.gate import through_the_gate
+from model_check.blackbox.spans import span
+from model_check.record.events.memory import RecordingFailed
 
 Patch = Callable[[ModuleType], None]
-_IMPORT = SpanKind("import")
 
 
 class PostImport:
@@ -66,16 +66,17 @@ class PostImport:
         try:
             patch(module)
         except Exception as error:
-            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            said = f"{name} is not watched: {type(error).__name__}: {error}"
-            BOX.event("recording_failed", error=said, traceback=trace[-4000:])
+            BOX.event(RecordingFailed.by(error, f"calls of {name}"))
 
     def _watch(self, name: str, loader: Any) -> None:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
-            with _heavy_import(name) if name in self._slow else _nothing():
+            with ExitStack() as entered:
+                if name in self._slow:
+                    entered.enter_context(through_the_gate(name))
+                    entered.enter_context(span("import", name))
                 execute(module)
             self._patch(name, module)
             if name.startswith(compiler.OURS):
@@ -107,27 +108,3 @@ def _find_elsewhere(us: PostImport, name: str, path: Sequence[str] | None, targe
         if spec is not None:
             return spec
     return None
-
-
-@contextmanager
-def _heavy_import(name: str) -> Iterator[None]:
-    with through_the_gate(name), _import_span(name):
-        yield
-
-
-@contextmanager
-def _import_span(name: str) -> Iterator[None]:
-    recorder = BOX.recorder
-    if recorder is None:
-        yield
-        return
-    span = BOX.begin(recorder, _IMPORT, name)
-    try:
-        yield
-    finally:
-        BOX.end(recorder, _IMPORT, span, name)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

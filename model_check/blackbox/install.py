@@ -13,10 +13,10 @@ from model_check.blackbox import (
     compiler,
     endings,
     exceptions,
-    gate_patches,
+    gate,
+    memory_marks,
     outofmemory,
-    resident_memory,
-    stack_access,
+    service,
     watched_calls,
 )
 from model_check.blackbox.box import BOX, RANK_PID_VARIABLE, rank_from_environment
@@ -43,7 +43,7 @@ def install(run_dir: Path | str, rank: int | None = None, **identity: Any) -> No
     """
     BOX.run_dir = RunDir(Path(run_dir))
     # Helpers of a rank too: a loader worker that was spawned is read from outside like one that was forked.
-    stack_access.allow_ptrace()
+    service.allow_ptrace()
     # The flight recorder is off by default in some versions of torch, and reads this when it is loaded.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if rank is None and not _belongs_to_a_rank():
@@ -51,9 +51,9 @@ def install(run_dir: Path | str, rank: int | None = None, **identity: Any) -> No
         BOX.may_adopt = rank is None
     if rank is not None:
         BOX.open(rank, **identity)
-        stack_access.install()
-        resident_memory.mark("start")
-        gate_patches.open_for(rank)
+        service.write_stacks_on_demand()
+        memory_marks.mark("start")
+        gate.open_for(rank)
     _install_hooks()
 
 
@@ -110,7 +110,7 @@ def _patches() -> dict[str, Callable[[ModuleType], None]]:
         "torch.optim.optimizer": training("patch_optimizer"),
         "torch.amp.grad_scaler": training("patch_scaler"),
         "torch._dynamo.eval_frame": compiler.patch_eval_frame,
-        "torch._inductor.compile_fx": gate_patches.patch_inductor,
+        "torch._inductor.compile_fx": gate.patch_inductor,
     }
 
 
@@ -139,4 +139,4 @@ def _after_fork_in_child() -> None:
     if phases is not None:
         phases.forget_after_fork()
     if was_rank:
-        stack_access.allow_ptrace()
+        service.allow_ptrace()

@@ -18,14 +18,15 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
-from model_check.blackbox import gate_patches, native_collectives, resident_memory, stack_access
+from model_check.blackbox import gate, memory_marks, native_collectives
 from model_check.blackbox.box import BOX, SpanKind, rank_from_environment
 from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.groups import GROUPS
-from model_check.blackbox.service import Service
+from model_check.blackbox.service import Service, write_stacks_on_demand
 from model_check.blackbox.spans import spanned
+from model_check.record.events.process import Joining, Threads, Versions
 from model_check.record.process_identity import is_near, live_pid
-from model_check.record.ring import MEMBERS_ONLY, read_header, read_ring
+from model_check.record.ring import MEMBERS_ONLY, RAISED, read_header, read_ring
 
 _JOINING = SpanKind("init", "new_group")
 _AT_WORK = frozenset({"init", "forward", "backward", "optimizer", "collective", "p2p", "barrier", "step"})
@@ -107,9 +108,9 @@ def _open_as(rank: int, world_size: int | None, store: str) -> None:
         return
     if _may_become(rank, world_size, store):
         BOX.open(rank)
-        stack_access.install()
-        resident_memory.mark("start")
-        gate_patches.open_for(rank)
+        write_stacks_on_demand()
+        memory_marks.mark("start")
+        gate.open_for(rank)
 
 
 def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +118,7 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        gate_patches.let_go()
+        gate.let_go()
         if BOX.run_dir is None or torch.distributed.is_initialized():
             return original(*args, **kwargs)
         try:
@@ -132,7 +133,7 @@ def join_recorded(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(*args, **kwargs)
         except BaseException as error:
             if recorder is not None:
-                BOX.end(recorder, _JOINING, span, f"raised {type(error).__name__}")
+                BOX.end(recorder, _JOINING, span, f"{RAISED}{type(error).__name__}")
                 NOTES.left_a_call(error, "init_process_group")
             raise
         finally:
@@ -158,7 +159,7 @@ def _before_joining(rank: int | None, world_size: int | None, store: str) -> int
     if recorder is None:
         return 0
     NOTES.moved_on()
-    BOX.event("joining", world_size=world_size)
+    BOX.event(Joining(world_size=world_size))
     span = BOX.begin(recorder, _JOINING, "init_process_group")
     _start_service()
     return span
@@ -181,16 +182,17 @@ def _joined(store: str) -> None:
     )
     GROUPS.find(recorder, None)
     BOX.event(
-        "versions",
-        torch=torch.__version__,
-        python=platform.python_version(),
-        cuda=torch.version.cuda,
-        script=BOX.code.script,
-        script_sha256=_digest_of(Path(BOX.code.cwd, BOX.code.script)) if BOX.code.script else None,
-        arguments=recorder.header.get("argv"),
+        Versions(
+            torch=torch.__version__,
+            python=platform.python_version(),
+            cuda=torch.version.cuda,
+            script=BOX.code.script,
+            script_sha256=_digest_of(Path(BOX.code.cwd, BOX.code.script)) if BOX.code.script else None,
+            arguments=tuple(recorder.header.get("argv") or ()),
+        )
     )
-    BOX.event("threads", compute=torch.get_num_threads())
-    resident_memory.mark("joined")
+    BOX.event(Threads(compute=torch.get_num_threads()))
+    memory_marks.mark("joined")
 
 
 def _digest_of(path: Path) -> str | None:

@@ -18,6 +18,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from model_check.blackbox.box import BOX
+from model_check.record.events.memory import Growth
 
 _CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # exact types: no code of the script runs
 _LEAST_ITEMS = 16
@@ -45,12 +46,12 @@ def look(resident: int) -> None:
         return
     began = time.monotonic()
     try:
-        if _State.counted is None:
-            _State.counted, _State.counted_at = _sizes(), began
-        elif began - _State.counted_at >= _APART_S:
-            known, since = _State.counted, began - _State.counted_at
-            _State.counted, _State.counted_at = _tell(known, since), began
-            _State.events += 1
+        if _State.counted is None or began - _State.counted_at >= _APART_S:
+            large = {id(thing): thing for thing in _living() if len(thing) >= _LEAST_ITEMS}
+            if _State.counted is not None:
+                _tell(_State.counted, large, began - _State.counted_at)
+                _State.events += 1
+            _State.counted, _State.counted_at = {at: len(thing) for at, thing in large.items()}, began
     except Exception:
         _State.events = _MOST_EVENTS  # it would fail again
         raise
@@ -65,10 +66,6 @@ def _living() -> Iterator[Any]:
         return
     yield from [thing for thing in objects if type(thing) in _CONTAINERS]
     yield from (thing for _, _, thing in _named(objects) if type(thing) in _CONTAINERS)
-
-
-def _sizes() -> dict[int, int]:
-    return {id(thing): len(thing) for thing in _living() if len(thing) >= _LEAST_ITEMS}
 
 
 def _named(objects: list[Any]) -> Iterator[tuple[str, str, Any]]:
@@ -98,32 +95,28 @@ def _locals_of(frame: FrameType) -> list[tuple[str, Any]]:
     return found
 
 
-def _tell(known: dict[int, int], seconds: float) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    grown: list[tuple[int, Any]] = []
-    for thing in _living():
-        size = len(thing)
-        if size >= _LEAST_ITEMS and id(thing) not in sizes:
-            sizes[id(thing)] = size
-            if size - known.get(id(thing), size) >= _LEAST_GROWTH:
-                grown.append((_bytes(_newest(thing)) * (size - known[id(thing)]), thing))
-    if grown:
-        worth, thing = max(grown, key=lambda item: item[0])
-        name, file = next(((n, f) for n, f, value in _named(gc.get_objects()) if value is thing), ("", ""))
-        line = _filling_line(file, name) if name else 0
-        BOX.event(
-            "growth",
+def _tell(known: dict[int, int], large: dict[int, Any], seconds: float) -> None:
+    """Reports the container whose new items hold most; `known` has the sizes at the count before, by address."""
+    grown = {at: len(thing) - known.get(at, len(thing)) for at, thing in large.items()}
+    worth = {at: _bytes(_newest(large[at])) * more for at, more in grown.items() if more >= _LEAST_GROWTH}
+    if not worth:
+        return
+    largest = max(worth, key=lambda at: worth[at])
+    thing = large[largest]
+    name, file = next(((n, f) for n, f, value in _named(gc.get_objects()) if value is thing), ("", ""))
+    BOX.event(
+        Growth(
             container=type(thing).__name__,
             name=name,
             file=(BOX.code.shown(file) or file) if file else "",
-            line=line,
-            before=known[id(thing)],
+            line=_filling_line(file, name) if name else 0,
+            before=known[largest],
             now=len(thing),
             seconds=round(seconds, 1),
             item=_described(_newest(thing)),
-            bytes=worth,
+            bytes=worth[largest],
         )
-    return sizes
+    )
 
 
 def _newest(container: Any) -> Any:

@@ -10,29 +10,25 @@ exception is looked at on its way.
 from __future__ import annotations
 
 import pickle
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 from model_check.blackbox.box import BOX
 from model_check.blackbox.current_phase import step_around
-from model_check.blackbox.memory_reading import read_host_limits, read_memory
+from model_check.blackbox.memory_marks import read_host_limits, resident_bytes, shared_out_bytes
 from model_check.blackbox.relayed_errors import words
 from model_check.record import write_json_atomic
+from model_check.record.error_texts import HOST_OOM
+from model_check.record.events.memory import OutOfMemory, RecordingFailed
 
 # A script that searches for its largest batch runs out of memory on purpose, again and again.
 MOST_CAPTURES = 3
-_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB|[KMGT]B)?")
-_UNITS = {None: 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_HOST_MESSAGE = re.compile(r"std::bad_alloc|DefaultCPUAllocator|can't allocate memory|cannot allocate memory", re.I)
-
-
 NOTED_STEPS = 3
 NOTED_S = 300.0  # limit if no torch optimizer ever steps
 
@@ -69,7 +65,7 @@ def _watch_allocator() -> None:
         torch._C._cuda_attach_out_of_memory_observer(_allocator_failed)  # type: ignore[attr-defined]
         _note_lines(torch.cuda.memory, register_optimizer_step_post_hook)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        BOX.event("recording_failed", error=f"{type(error).__name__}: {error}", traceback="")
+        BOX.event(RecordingFailed.by(error, "device memory"))
 
 
 def _note_lines(memory: Any, after_each_step: Callable[..., Any], seconds: float = NOTED_S) -> None:
@@ -133,7 +129,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Of the device or of the host."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and _HOST_MESSAGE.search(words(error)) is not None
+    return isinstance(error, RuntimeError) and HOST_OOM.search(words(error)) is not None
 
 
 def note(error: BaseException) -> None:
@@ -158,14 +154,13 @@ def _guarded(capture: Any, *arguments: Any) -> None:
     try:
         capture(*arguments)
     except Exception as failure:
-        BOX.event("out_of_memory", failed=f"{type(failure).__name__}: {failure}")
+        BOX.event(RecordingFailed.by(failure, "who holds the memory"))
 
 
 def _capture_device(device: int, requested: int, total: int, free: int) -> None:
     import torch
 
-    from model_check.blackbox.memory_owners import find_owners
-    from model_check.blackbox.memory_snapshot import sum_up
+    from model_check.blackbox.memory_holdings import find_owners, sum_up
 
     stats = torch.cuda.memory_stats(device)
     with _compiler_left_alone(torch):
@@ -174,20 +169,16 @@ def _capture_device(device: int, requested: int, total: int, free: int) -> None:
         [s for s in snapshot["segments"] if s.get("device", device) == device], find_owners(), _line_of_block
     )
     _write(
-        {
-            "kind": "device",
-            "device": f"cuda:{device}",
-            "requested": requested,
-            "total": total,
-            "free": free,
-            "allocated": stats.get("allocated_bytes.all.current", 0),
-            "reserved": stats.get("reserved_bytes.all.current", 0),
-            "free_in_pieces": holdings.free_in_pieces,
-            "largest_piece": holdings.largest_piece,
-            "categories": dict(holdings.categories),
-            "largest": [holding.record() for holding in holdings.largest],
-            "at": _line_here(),
-        },
+        OutOfMemory(
+            device=f"cuda:{device}",
+            requested=requested,
+            total=total,
+            free=free,
+            allocated=stats.get("allocated_bytes.all.current", 0),
+            reserved=stats.get("reserved_bytes.all.current", 0),
+            at=_line_here(),
+            **vars(holdings),
+        ),
         snapshot,
     )
 
@@ -210,48 +201,39 @@ def _compiler_left_alone(torch: Any) -> Iterator[None]:
 
 
 def _capture_host(error: BaseException) -> None:
-    from model_check.blackbox.memory_owners import find_owners
-    from model_check.blackbox.memory_snapshot import sum_up_owned
+    holdings: dict[str, Any] = {}
+    if "torch" in sys.modules:
+        from model_check.blackbox.memory_holdings import Holdings, find_owners
 
-    torch = sys.modules.get("torch")
-    holdings = sum_up_owned(find_owners().values()) if torch is not None else None
+        holdings = vars(Holdings.of(find_owners().values()))
     frame = BOX.code.user_frame(BOX.code.described_traceback(error.__traceback__))
     _write(
-        {
-            "kind": "device" if type(error).__name__ == "OutOfMemoryError" else "host",
-            "device": "cpu",
-            "requested": requested_bytes(words(error)),
-            **read_memory().record(),
-            "limits": asdict(read_host_limits()),
-            "categories": dict(holdings.categories) if holdings is not None else {},
-            "largest": [holding.record() for holding in holdings.largest] if holdings is not None else [],
-            "at": frame.site if frame is not None else "",
-        }
+        OutOfMemory(
+            device="cuda" if type(error).__name__ == "OutOfMemoryError" else "cpu",
+            requested=OutOfMemory.told_by(words(error)).requested,
+            rss=resident_bytes(),
+            pss=shared_out_bytes(),
+            limits=read_host_limits(),
+            at=frame.site if frame is not None else "",
+            **holdings,
+        )
     )
 
 
-def requested_bytes(message: str) -> int | None:
-    """The size in `Tried to allocate 2.00 GiB` or `you tried to allocate 4096 bytes`."""
-    found = _REQUESTED.search(message)
-    if found is None or found[2] not in _UNITS:
-        return None
-    return round(float(found[1].rstrip(".")) * _UNITS[found[2]])
-
-
-def _write(record: dict[str, Any], snapshot: Any = None) -> None:
+def _write(account: OutOfMemory, snapshot: Any = None) -> None:
     recorder, run_dir = BOX.recorder, BOX.run_dir
     if recorder is None or run_dir is None:
         return
     stem = run_dir.dumps_dir / f"oom-rank-{recorder.rank}"
-    record = {**record, "rank": recorder.rank, "step": recorder.steps}
+    account = replace(account, rank=recorder.rank, step=recorder.steps)
     try:
         run_dir.dumps_dir.mkdir(exist_ok=True)
         if snapshot is not None:
-            record["snapshot"] = _dump(snapshot, stem.with_suffix(".pickle"))
-        write_json_atomic(stem.with_suffix(".json"), record)
+            account = replace(account, snapshot=_dump(snapshot, stem.with_suffix(".pickle")))
+        write_json_atomic(stem.with_suffix(".json"), account.body())
     except OSError as error:
         BOX.unwritten("dumps", error)
-    BOX.event("out_of_memory", **record)
+    BOX.event(account)
 
 
 def _dump(snapshot: Any, path: Path) -> str | None:

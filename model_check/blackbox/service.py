@@ -1,4 +1,5 @@
-"""The way into a rank whose main thread is stuck: torch's own C++ server on a unix socket, and its client.
+"""The ways into a rank whose main thread is stuck: torch's own C++ server on a unix socket, and its client; permission
+for py-spy; faulthandler's stacks for crashes and on a signal.
 
 The server is a thread of torch's that needs no GIL: it answers while the main thread waits in a collective and while
 somebody holds the GIL. Measured against a Python thread: the same 0.4 ms for an answer, and the Python thread does not
@@ -7,17 +8,28 @@ answer at all while the GIL is held. The client imports no torch.
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import json
 import os
+import signal
 import socket
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from model_check.blackbox.box import BOX
 
 _HANDLERS = {"flight": ("fr_trace_json", "dump_nccl_trace_json"), "stacks": ("dump_traceback",)}
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107 bytes
 _TIMEOUT_S = 5.0
+# The first realtime signals belong to the C library's threads; nobody is known to use this one. Unlike a Python
+# handler, faulthandler's runs while the main thread is inside C code and even while somebody holds the GIL.
+STACK_SIGNAL = signal.SIGRTMIN + 9
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
 def request(socket_path: str, what: str, timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
@@ -70,19 +82,9 @@ class Service:
             server = _WorkerServer(path)
             _post(path, "ping", _TIMEOUT_S)
         Path(path).chmod(0o600)
-        _never_destroyed.append(server)
-        _keep_alive(server)
+        # One reference too many: the destructor would log on the script's standard error while the interpreter ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
         return cls(path, os.getpid())
-
-
-_never_destroyed: list[Any] = []
-
-
-def _keep_alive(server: Any) -> None:
-    """One reference too many: the destructor would log on the script's standard error while the interpreter ends."""
-    import ctypes
-
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
 
 
 class _QuietStart:
@@ -102,3 +104,35 @@ class _QuietStart:
             for line in (captured.read() or b"").splitlines(keepends=True):
                 if b"WorkerServer.cpp" not in line:
                     os.write(2, line)
+
+
+class _Open:
+    """faulthandler writes to a file descriptor: the file must stay open as long as the process."""
+
+    file: IO[str] | None = None
+
+
+def allow_ptrace() -> None:
+    """Under Yama's ptrace_scope=1 a process must name who may read its stacks. Refused where there is no Yama: fine."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def write_stacks_on_demand() -> None:
+    """Opens the rank's stack file and registers for it; what the script registers itself comes first."""
+    recorder, run_dir = BOX.recorder, BOX.run_dir
+    if recorder is None or run_dir is None:
+        return
+    run_dir.stacks_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir.stacks_dir / f"rank-{recorder.rank:05d}.fault.txt"
+    file = path.open("a", encoding="utf-8")
+    # Enabled by the script itself: its traceback goes where it wants it. Inherited over a fork: ours, of the parent.
+    if _Open.file is not None or not faulthandler.is_enabled():
+        faulthandler.enable(file=file, all_threads=True)
+    free = _Open.file is not None or signal.getsignal(STACK_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)
+    if free and threading.current_thread() is threading.main_thread():
+        # The interpreter puts back what was before when it ends, and a process may need seconds to end after that:
+        # a signal that comes then must not kill it.
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+        recorder.identify(stack_signal=int(STACK_SIGNAL))
+    _Open.file = file

@@ -9,6 +9,7 @@ from typing import Any
 
 from model_check.blackbox.box import BOX, SpanKind
 from model_check.blackbox.exceptions import NOTES
+from model_check.record.ring import RAISED
 
 Original = Callable[..., Any]
 Describe = Callable[[tuple[Any, ...], dict[str, Any]], str]
@@ -39,7 +40,7 @@ def spanned(
             BOX.end(recorder, what, span, "exhausted")
             raise
         except BaseException as error:
-            BOX.end(recorder, what, span, f"raised {type(error).__name__}")
+            BOX.end(recorder, what, span, f"{RAISED}{type(error).__name__}")
             NOTES.left_a_call(error, phase)
             raise
         BOX.end(recorder, what, span)
@@ -61,7 +62,7 @@ def span(phase: str, detail: str = "") -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        BOX.end(recorder, what, begun, f"raised {type(error).__name__}")
+        BOX.end(recorder, what, begun, f"{RAISED}{type(error).__name__}")
         raise
     BOX.end(recorder, what, begun)
 

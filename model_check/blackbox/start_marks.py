@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from typing import Any
 
 import psutil
 
 from model_check.blackbox.box import BOX
+from model_check.record.events.process import StartMark
 from model_check.record.redaction import redact_variables
-from model_check.record.start_marks import EVENT, name_of
+from model_check.record.start_marks import name_of
 
 _SHOWN_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_"),
@@ -35,7 +37,7 @@ class StartMarks:
         self._began_at = 0.0
         self._pid = 0
         self._passed = 0
-        self._unwritten: list[tuple[int, float, str]] = []
+        self._unwritten: list[StartMark] = []
 
     def begin(self, rank: int, world_size: int, local_rank: int, say: Callable[[str], None] | None = None) -> None:
         """This process is a rank. `say` prints a line; without it the start is silent. Beginning again adds nothing."""
@@ -58,7 +60,7 @@ class StartMarks:
             return
         assert number == self._passed + 1, f"checkpoint {number} follows {self._passed}: the start has lost its order"
         self._passed = number
-        self._unwritten.append((number, time.monotonic(), off))
+        self._unwritten.append(StartMark(t=time.monotonic(), number=number, name=name_of(number), off=off or None))
         self._write()
         if off:
             self.say(f"CHECKPOINT {number} comes next and is off: {off}")
@@ -96,18 +98,43 @@ class StartMarks:
         """The device and the process group as they stand; asks torch, so only where torch is imported anyway."""
         if self._say is None:
             return
-        from model_check.blackbox.device_status import device_lines
-
-        for line in device_lines():
+        for line in _device_lines():
             self.say(f"device {when}: {line}")
 
     def _write(self) -> None:
         """Marks from before the box was open are written with the first one after."""
         if BOX.recorder is None:
             return
-        for number, t, off in self._unwritten:
-            BOX.event(EVENT, t=t, number=number, name=name_of(number), **({"off": off} if off else {}))
+        for mark in self._unwritten:
+            BOX.event(mark)
         self._unwritten.clear()
+
+
+def _device_lines() -> list[str]:
+    """CUDA where there is one, this process's memory, and whether it has joined its peers."""
+    import torch
+
+    resident = psutil.Process().memory_info().rss / 2**30
+    return [*_cuda(torch), f"resident memory {resident:.2f} GiB, {torch.get_num_threads()} threads", _group(torch)]
+
+
+def _cuda(torch: Any) -> list[str]:
+    if not torch.cuda.is_available():
+        return [f"no CUDA device (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"]
+    lines = [f"{torch.cuda.device_count()} CUDA devices visible"]
+    if torch.cuda.is_initialized():
+        current = torch.cuda.current_device()
+        free, total = torch.cuda.mem_get_info(current)
+        name = torch.cuda.get_device_name(current)
+        lines.append(f"cuda:{current} is a {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    return lines
+
+
+def _group(torch: Any) -> str:
+    dist = torch.distributed
+    if not dist.is_initialized():
+        return "no process group yet"
+    return f"process group: rank {dist.get_rank()} of {dist.get_world_size()} over {dist.get_backend()}"
 
 
 MARKS = StartMarks()

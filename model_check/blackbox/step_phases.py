@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from model_check.blackbox import batch_samples, current_phase, resident_memory
-from model_check.blackbox.box import BOX, SpanKind
+from model_check.blackbox import batch_samples, current_phase, memory_marks
+from model_check.blackbox.box import BOX, FOLLOWER, SpanKind
 from model_check.blackbox.current_phase import (
     BEYOND_THEM_EVERY_S,
     FORWARDS_PER_STEP,
@@ -22,8 +22,9 @@ from model_check.blackbox.current_phase import (
 )
 from model_check.blackbox.exceptions import NOTES
 from model_check.blackbox.spans import Original, spanned
-from model_check.blackbox.step_follower import FOLLOWER
 from model_check.errors import NumericsError
+from model_check.record.events.process import LoaderWorker
+from model_check.record.ring import RAISED
 
 _FORWARD = SpanKind("forward")
 _OPTIMIZER = SpanKind("optimizer")
@@ -129,7 +130,7 @@ def patch_loader(module: Any) -> None:
     def start_workers(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
         for number, worker in enumerate(getattr(self, "_workers", ())):
-            BOX.event("loader_worker", worker_pid=worker.pid, worker_id=number)
+            BOX.event(LoaderWorker(worker_pid=worker.pid, worker_id=number))
 
     several.__init__ = start_workers
 
@@ -180,7 +181,7 @@ def _outermost_call(original: Original, module: Any, args: tuple[Any, ...], kwar
     except BaseException as error:
         if learns_by_itself:
             steps.forward_failed()
-        BOX.end(recorder, _FORWARD, span, f"raised {type(error).__name__}")
+        BOX.end(recorder, _FORWARD, span, f"{RAISED}{type(error).__name__}")
         NOTES.left_a_call(error, "forward")
         raise
     finally:
@@ -374,4 +375,4 @@ def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
     if (steps := _numbers(this)) is not None:
         steps.step_done()
     this.forwards_left = FORWARDS_PER_STEP
-    resident_memory.mark_now_and_then()
+    memory_marks.mark_now_and_then()

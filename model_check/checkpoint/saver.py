@@ -225,7 +225,8 @@ class Saver:
 
         def look_around() -> None:
             if self._peers.is_first:
-                self._make_staging(staging)
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
             room.append(free_bytes(self.lineage))
 
         fault = self._attempt(look_around)
@@ -270,11 +271,6 @@ class Saver:
         except Exception as error:
             return 0, f"{type(error).__name__}: {error}"
         return None
-
-    @staticmethod
-    def _make_staging(staging: Path) -> None:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
 
     def _commit(
         self, staging: Path, target: Path, step: int, written: Sequence[Written], extra: dict[str, Any]

@@ -6,11 +6,9 @@ planned: `staging` copies the parts while training waits, `parts` writes them la
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from model_check.checkpoint.manifest import Chunk, Manifest, TensorEntry
@@ -116,68 +114,6 @@ def read_tensor(folder: Path, entry: TensorEntry) -> Tensor:
     return whole
 
 
-class ShardReader(StorageReader):
-    """Gives DCP the parts it asks for, whatever layout they were saved under; only the bytes needed are read."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._maps: dict[str, Tensor] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._maps = {}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=dtype_of(entry.dtype)),
-                    torch.Size(entry.shape),
-                    [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
-                )
-                for name, entry in self._manifest.tensors.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The manifest has been read already."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            stored = self._mapped(item.storage_index.fqn, tuple(item.storage_index.offset or ()))
-            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                stored = stored.narrow(dimension, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(stored)
-            planner.commit_tensor(item, target)
-        self._maps = {}
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _mapped(self, name: str, offsets: tuple[int, ...]) -> Tensor:
-        entry = self._manifest.tensors[name]
-        chunk = next((c for c in entry.chunks if c.offsets == offsets), entry.chunks[0])
-        if not chunk.bytes:
-            return torch.empty(chunk.sizes, dtype=dtype_of(entry.dtype), device="cpu")
-        if chunk.file not in self._maps:
-            size = self._manifest.files[chunk.file]
-            path = str(self._folder / chunk.file)
-            self._maps[chunk.file] = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
-        flat = self._maps[chunk.file][chunk.start : chunk.start + chunk.bytes]
-        return _as_chunk(flat, entry, chunk)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
 def collect_parts(state: dict[str, Any], group: Any) -> list[Part]:
     """What this rank has to write of `state` (name to tensor or DTensor): collective over `group`, no disk."""
     import torch.distributed.checkpoint as dcp
@@ -185,24 +121,51 @@ def collect_parts(state: dict[str, Any], group: Any) -> list[Part]:
 
     collector = PartCollector()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _quiet():
+    with warnings.catch_warnings():
+        # DCP warns of working without a process group, which is what is meant here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         dcp.save(state, storage_writer=collector, planner=planner, process_group=group, no_dist=group is None)
     return collector.parts
 
 
 def load_into(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Fills the tensors of `state` in place. Every rank reads for itself: nothing is collective."""
-    import torch.distributed.checkpoint as dcp
+    """Fills the tensors of `state` in place, whatever layout they were saved under; only the bytes needed are read.
+
+    DCP's planner says which part of which chunk goes where. Every rank reads for itself: nothing is collective.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _quiet():
-        dcp.load(state, storage_reader=ShardReader(folder, manifest), planner=planner, no_dist=True)
+    planner.set_up_planner(state, _as_metadata(manifest), is_coordinator=True)
+    maps: dict[str, Tensor] = {}
+    for item in planner.create_local_plan().items:
+        stored = _mapped(folder, manifest, maps, item.storage_index.fqn, tuple(item.storage_index.offset or ()))
+        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(dimension, start, length)
+        planner.resolve_tensor(item).detach().copy_(stored)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns of working without a process group, which is what is meant here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
+def _as_metadata(manifest: Manifest) -> Metadata:
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=dtype_of(entry.dtype)),
+                torch.Size(entry.shape),
+                [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
+            )
+            for name, entry in manifest.tensors.items()
+        }
+    )
+
+
+def _mapped(folder: Path, manifest: Manifest, maps: dict[str, Tensor], name: str, offsets: tuple[int, ...]) -> Tensor:
+    """A chunk in a mapping of its file; `maps` keeps the mappings made so far."""
+    entry = manifest.tensors[name]
+    chunk = next((c for c in entry.chunks if c.offsets == offsets), entry.chunks[0])
+    if not chunk.bytes:
+        return torch.empty(chunk.sizes, dtype=dtype_of(entry.dtype), device="cpu")
+    if chunk.file not in maps:
+        size = manifest.files[chunk.file]
+        maps[chunk.file] = torch.from_file(str(folder / chunk.file), shared=False, size=size, dtype=torch.uint8)
+    flat = maps[chunk.file][chunk.start : chunk.start + chunk.bytes]
+    return _as_chunk(flat, entry, chunk)

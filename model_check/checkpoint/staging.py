@@ -12,20 +12,27 @@ On the CPU all is pageable. Spare means: what no other part of the job has asked
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from model_check.checkpoint.parts import Part, as_bytes
-from model_check.checkpoint.pinned import PinnedSlabs, cut_up, free_host_bytes
 
-DEVICE, PINNED, PAGEABLE = "device", "pinned", "pageable"
 # A later step may take so much more of the device; pinned memory is made for what would then not fit there.
 _DRIFT_BYTES = 8 << 30
 _DEVICE_BLOCK_BYTES = 16 << 30
+# A power of two: torch's allocator of pinned memory rounds up to one.
+SLAB_BYTES = 1 << 28
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
 
 
 @dataclass(frozen=True)
@@ -37,17 +44,14 @@ class Limits:
     pageable_share: float = 0.9
 
 
-def allot(sizes: Sequence[int], device_room: int, pinned_room: int) -> list[str]:
-    """Where each part goes: the largest into the device as long as they fit, then pinned memory, then any other."""
-    room = {DEVICE: device_room, PINNED: pinned_room}
-    places = [PAGEABLE] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        for kind in (DEVICE, PINNED):
-            if sizes[index] <= room[kind]:
-                places[index] = kind
-                room[kind] -= sizes[index]
-                break
-    return places
+def fitting(sizes: Mapping[int, int], room: int) -> list[int]:
+    """Which parts fit into the room together, the largest first; in the order given. `sizes`: bytes by number."""
+    chosen = set()
+    for index in sorted(sizes, key=lambda index: -sizes[index]):
+        if sizes[index] <= room:
+            chosen.add(index)
+            room -= sizes[index]
+    return [index for index in sizes if index in chosen]
 
 
 @dataclass
@@ -105,6 +109,74 @@ class Staged:
         self._alive = []
 
 
+def free_host_bytes(cgroups: tuple[tuple[Path, Path], ...] = _CGROUPS) -> int:
+    """What the machine can still give, or the control group where that is less."""
+    free = psutil.virtual_memory().available
+    for limit, used in cgroups:
+        try:
+            free = min(free, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):
+            continue  # not there, or "max"
+    return max(0, free)
+
+
+class PinnedSlabs:
+    """Pinned memory in equal slabs, kept from save to save, made beside training.
+
+    Pinning a gigabyte takes a good part of a second and holds up other calls into the driver: hence small slabs.
+    """
+
+    def __init__(self) -> None:
+        self.slabs: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+        self.refused: str | None = None  # why there is less than was asked for
+
+    def grow(self, total: int, device: torch.device) -> None:
+        """Begins to make slabs until there are `total` bytes of them."""
+        self.settle()
+        self.refused = None
+        missing = -(-total // SLAB_BYTES) - len(self.slabs)
+        if missing > 0:
+            self._thread = threading.Thread(
+                target=self._make, args=(missing, device), name="checkpoint-pin", daemon=True
+            )
+            self._thread.start()
+
+    @property
+    def is_growing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def settle(self) -> int:
+        """Waits for what is being made; the bytes there are."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return len(self.slabs) * SLAB_BYTES
+
+    def _make(self, count: int, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            for _ in range(count):
+                try:
+                    self.slabs.append(torch.empty(SLAB_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
+                except RuntimeError as error:
+                    self.refused = str(error).splitlines()[0]
+                    return
+
+
+def cut_up(slabs: list[Tensor], sizes: list[int]) -> Iterator[tuple[Tensor, ...]]:
+    """Consecutive pieces of the slabs, flat: for each size one, or several where it reaches over the end of a slab."""
+    number, at = 0, 0
+    for size in sizes:
+        pieces = []
+        while size:
+            length = min(size, slabs[number].numel() - at)
+            pieces.append(slabs[number][at : at + length])
+            size, at = size - length, at + length
+            if at == slabs[number].numel():
+                number, at = number + 1, 0
+        yield tuple(pieces)
+
+
 class Staging:
     """Memory for the copies of one rank, kept from save to save (but for the device's, which training may need)."""
 
@@ -122,8 +194,9 @@ class Staging:
             return
         device = on_device[0].device
         self._ranks_on_host = ranks_on_host
-        places = allot([part.nbytes for part in on_device], max(0, self._device_room(device) - _DRIFT_BYTES), 0)
-        self._pin(sum(part.nbytes for part, place in zip(on_device, places, strict=True) if place != DEVICE), device)
+        sizes = {index: part.nbytes for index, part in enumerate(on_device)}
+        inside = fitting(sizes, max(0, self._device_room(device) - _DRIFT_BYTES))
+        self._pin(sum(sizes.values()) - sum(sizes[index] for index in inside), device)
 
     @property
     def is_preparing(self) -> bool:
@@ -167,19 +240,19 @@ class Staging:
 
     def _copy_inside(self, staged: Staged, indices: list[int], device: torch.device) -> list[int]:
         """Clones what fits into spare device memory; returns what is left to copy."""
-        places = allot([staged.parts[index].nbytes for index in indices], self._device_room(device), 0)
-        chosen = [index for index, place in zip(indices, places, strict=True) if place == DEVICE]
+        sizes = {index: staged.parts[index].nbytes for index in indices}
+        chosen = fitting(sizes, self._device_room(device))
         if not chosen:
             return indices
-        sizes = [staged.parts[index].nbytes for index in chosen]
+        total = sum(sizes[index] for index in chosen)
         try:
             pool = torch.cuda.MemPool()  # its memory goes back to the device as a whole
             with torch.cuda.use_mem_pool(pool, device):
-                blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in _blocks(sum(sizes))]
+                blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in _blocks(total)]
         except RuntimeError:
             # Somebody else took what was free a moment ago, or the user's allocator knows no pools: another way, then.
             return indices
-        for index, pieces in zip(chosen, cut_up(blocks, sizes), strict=True):
+        for index, pieces in zip(chosen, cut_up(blocks, [sizes[index] for index in chosen]), strict=True):
             self._copy_bytes(staged, index, pieces)
         staged.lends(pool, _now())
         return [index for index in indices if index not in set(chosen)]
@@ -195,16 +268,15 @@ class Staging:
 
     def _copy_to_pinned(self, staged: Staged, indices: list[int], device: torch.device) -> list[int]:
         """Queues copies of what fits into pinned memory; returns what is left to copy."""
-        sizes = [staged.parts[index].nbytes for index in indices]
-        places = allot(sizes, 0, self._slabs.settle() if indices else 0)
-        chosen = [index for index, place in zip(indices, places, strict=True) if place == PINNED]
+        sizes = {index: staged.parts[index].nbytes for index in indices}
+        chosen = fitting(sizes, self._slabs.settle()) if indices else []
         if not chosen:
             return indices
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            rooms = self._slabs.places([staged.parts[index].nbytes for index in chosen])
+            rooms = cut_up(self._slabs.slabs, [sizes[index] for index in chosen])
             for index, pieces in zip(chosen, rooms, strict=True):
                 self._copy_bytes(staged, index, pieces)
             staged.copied_at(_now())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,23 +29,16 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> Checkpoint:
     The manifest and the sizes of all files are checked by everyone; they cost nothing.
     """
     manifest = check_sizes(path)
-    opened: BinaryIO | None = None
+    mine = islice(manifest.chunks(), part, None, parts)
     try:
-        for index, (tensor, chunk) in enumerate(manifest.chunks()):
-            if index % parts != part:
-                continue
-            if opened is None or opened.name != str(path / chunk.file):
-                if opened is not None:
-                    opened.close()
-                opened = (path / chunk.file).open("rb")
-            _check_chunk(opened, tensor, chunk)
+        for name, chunks in groupby(mine, key=lambda pair: pair[1].file):
+            with (path / name).open("rb") as file:
+                for tensor, chunk in chunks:
+                    _check_chunk(file, tensor, chunk)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror or error})", remedy="resume from another checkpoint", code="MC601"
         ) from error
-    finally:
-        if opened is not None:
-            opened.close()
     return Checkpoint(path, manifest)
 
 

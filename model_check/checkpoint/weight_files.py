@@ -7,10 +7,12 @@ the file, so that opening 32 GB takes no memory.
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,7 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -120,42 +119,37 @@ def _sharded(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     from model_check.checkpoint.shards import dtype_of, read_tensor
 
     manifest = Manifest.read(path)
-    tensors = {}
-    for name, entry in manifest.tensors.items():
-        if name.startswith(MODEL_PREFIX):
-
-            def read(entry: Any = entry) -> Tensor:
-                return read_tensor(path, entry)
-
-            tensors[name.removeprefix(MODEL_PREFIX)] = StoredTensor(dtype_of(entry.dtype), entry.shape, read)
+    tensors = {
+        name.removeprefix(MODEL_PREFIX): StoredTensor(
+            dtype_of(entry.dtype), entry.shape, partial(read_tensor, path, entry)
+        )
+        for name, entry in manifest.tensors.items()
+        if name.startswith(MODEL_PREFIX)
+    }
     return tensors, {"step": manifest.step, **manifest.extra}
 
 
 def _safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
+    def read(name: str) -> Tensor:
+        """Opens the file anew: a mapping that stays open would keep every page it has touched."""
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return file.get_tensor(name).clone()
+
+    tensors = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = {key: _maybe_json(value) for key, value in (file.metadata() or {}).items()}
-            names = list(file.keys())
-        return dict(_lazily(path, names, safe_open)), metadata
+            for name in list(file.keys()):
+                part = file.get_slice(name)
+                dtype, shape = _SAFETENSORS_DTYPES[part.get_dtype()], tuple(part.get_shape())
+                tensors[name] = StoredTensor(dtype, shape, partial(read, name))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({error})", remedy="copy or write it again", code="MC601"
         ) from error
-
-
-def _lazily(path: Path, names: list[str], safe_open: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """Each read opens the file anew: a mapping that stays open would keep every page it has touched."""
-    with safe_open(path, framework="pt", device="cpu") as file:
-        for name in names:
-            part = file.get_slice(name)
-
-            def read(name: str = name) -> Tensor:
-                with safe_open(path, framework="pt", device="cpu") as opened:
-                    return opened.get_tensor(name).clone()
-
-            yield name, StoredTensor(_SAFETENSORS_DTYPES[part.get_dtype()], tuple(part.get_shape()), read)
+    return tensors, metadata
 
 
 _SAFETENSORS_DTYPES = {

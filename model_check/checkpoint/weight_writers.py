@@ -7,7 +7,7 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,7 +34,8 @@ _HEADER_METADATA = "__metadata__"
 def write_sharded(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
     """Our own form, holding weights only: `--resume` starts from it at step 0."""
     extra = {"shape": metadata.get("shape"), "converted": True}
-    with _whole_folder(target) as scratch:
+    with _whole(target) as scratch:
+        scratch.mkdir()
         entries: dict[str, TensorEntry] = {}
         files: dict[str, int] = {}
         for number, (name, tensor) in enumerate(tensors.items()):
@@ -50,15 +51,16 @@ def write_sharded(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -
 def write_safetensors(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> None:
     """One file: its header says where each tensor will lie, then the tensors follow in that order."""
     kept = {k: json.dumps(metadata[k]) for k in ("step", "shape") if metadata.get(k) is not None}
-    with _whole_file(target) as scratch, scratch.open("wb") as file:
+    with _whole(target) as scratch, scratch.open("wb") as file:
         _stream_safetensors(file, tensors, {"format": "pt", **kept})
 
 
-def write_hugging_face(target: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:
-    """A folder that transformers loads: config.json, and safetensors of at most 5 GB."""
-    with _whole_folder(target) as scratch:
+def write_hugging_face(target: Path, tensors: Tensors, config: Mapping[str, Any], most: int = SHARD_BYTES) -> None:
+    """A folder that transformers loads: config.json, and safetensors of at most this many bytes."""
+    with _whole(target) as scratch:
+        scratch.mkdir()
         sizes = {name: tensor.bytes for name, tensor in tensors.items()}
-        files = cut_into_files(sizes, SHARD_BYTES)
+        files = cut_into_files(sizes, most)
         for file_name, names in files.items():
             with (scratch / file_name).open("wb") as file:
                 _stream_safetensors(file, {name: tensors[name] for name in names}, {"format": "pt"})
@@ -73,7 +75,7 @@ def write_pt(target: Path, tensors: Tensors, metadata: Mapping[str, Any]) -> Non
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     kept = {key: metadata[key] for key in ("step", "shape") if metadata.get(key) is not None}
-    with _whole_file(target) as scratch:
+    with _whole(target) as scratch:
         with FakeTensorMode():
             hollow = {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in tensors.items()
@@ -132,31 +134,13 @@ def _to_disk(file: BinaryIO) -> None:
 
 
 @contextmanager
-def _whole_folder(target: Path) -> Iterator[Path]:
-    with _written_aside(target, lambda path: shutil.rmtree(path, ignore_errors=True)) as scratch:
-        scratch.mkdir(parents=True)
-        yield scratch
-
-
-@contextmanager
-def _whole_file(target: Path) -> Iterator[Path]:
-    with _written_aside(target, _remove_file) as scratch:
-        scratch.parent.mkdir(parents=True, exist_ok=True)
-        yield scratch
-
-
-def _remove_file(path: Path) -> None:
-    with suppress(FileNotFoundError, NotADirectoryError):
-        path.unlink()
-
-
-@contextmanager
-def _written_aside(target: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
-    """The body writes beside the target; one rename puts it there, an error leaves nothing."""
+def _whole(target: Path) -> Iterator[Path]:
+    """The body writes a file or a folder beside the target; one rename puts it there, an error leaves nothing."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists", remedy="name a place that does not exist yet")
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         yield scratch
         scratch.rename(target)
     except OSError as error:
@@ -166,4 +150,6 @@ def _written_aside(target: Path, remove: Callable[[Path], None]) -> Iterator[Pat
             code="MC608",
         ) from error
     finally:
-        remove(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # a folder, which is gone, or what was never made
+            scratch.unlink()

@@ -194,9 +194,9 @@ def _shape_of(metadata: dict[str, Any], kind: str, source: Path, like: str | Non
         shape = base_shape(like)
         return asdict(shape) if shape is not None else None
     if kind == "hf" and (source / "config.json").exists():
-        from model_check.models import shape_from_pretrained
+        from model_check.config.folder import read_folder_shape
 
-        return asdict(shape_from_pretrained(source))
+        return asdict(read_folder_shape(source))
     found = metadata.get("shape")
     return found if isinstance(found, dict) else None
 

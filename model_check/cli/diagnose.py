@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from model_check import api
-from model_check.record import RunDir, Verdict, read_jsonl
+from model_check.record import RunDir, Verdict
+from model_check.record.events import read_events
+from model_check.record.events.process import Picture
 from model_check.record.ring import read_header
 from model_check.record.start_marks import start_table
 
@@ -66,9 +68,8 @@ def _seen_by_attach(directory: RunDir) -> str:
     """What `attach` saw: without a black box there is no history to examine, only its two looks."""
     from model_check.diagnose.render import printable
 
-    records = read_jsonl(directory.supervisor_events).records
-    seen = [record.get("lines") for record in records if record.get("event") == "picture"]
-    return "\n".join(printable(str(line)) for line in seen[-1]) if seen and isinstance(seen[-1], list) else ""
+    seen = [event for event in read_events(directory.supervisor_events) if isinstance(event, Picture)]
+    return "\n".join(map(printable, seen[-1].lines)) if seen else ""
 
 
 def _without_an_end(directory: RunDir) -> bool:

@@ -21,7 +21,7 @@ from model_check.cli.flags import configured
 from model_check.config import Config
 from model_check.doctor import Check, Places, Settings, chosen_stages, examine
 from model_check.launch import list_gpus
-from model_check.plan.peaks import peak_flops
+from model_check.plan.flops import peak_flops
 
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "bold yellow"), "fail": ("✗", "bold red"), "skip": ("–", "dim")}
 TITLES = {

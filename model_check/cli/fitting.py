@@ -15,16 +15,15 @@ from model_check.cli.plan import option_record, smallest_device
 from model_check.config import Config
 from model_check.config.eight_bit import torchao_is_installed
 from model_check.config.resolve import may_be_hub_id
-from model_check.engine.model_shape import shape_of
+from model_check.engine.data_and_shape import shape_of
 from model_check.errors import UsageError
 from model_check.launch import Gpu
-from model_check.plan.advice import Advice, advise, describe_need, fewest_gpus
+from model_check.plan.advice import Advice, advise, describe_need, fewest_gpus, remedies
 from model_check.plan.choice import choose_layout
 from model_check.plan.memory import GIB, plan_state
 from model_check.plan.options import Job, Option
-from model_check.plan.remedies import remedies
 from model_check.plan.workload import workload_of
-from model_check.supervise.memorykills import container_limit
+from model_check.record.cgroups import container_limit
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from model_check.cli.flags import configured, flag_values
 from model_check.config import check_world
-from model_check.engine.model_shape import shape_of
+from model_check.engine.data_and_shape import shape_of
 from model_check.errors import ConfigError, UsageError
 from model_check.launch import Gpu, list_gpus
 from model_check.plan.advice import Advice, advise, changes_of, fewest_gpus

@@ -17,7 +17,7 @@ from model_check.cli.flags import configured
 from model_check.config import Config
 from model_check.data import PreparedData
 from model_check.data import prepare as prepare_data
-from model_check.engine.data_spec import data_spec
+from model_check.engine.data_and_shape import data_spec
 from model_check.record.redaction import redact_text
 
 

@@ -186,8 +186,8 @@ def _run_command(
 ) -> int:
     from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
+    from model_check.launch.foreign import injected_environment
     from model_check.launch.gate import plan_gate
-    from model_check.launch.injection import injected_environment
     from model_check.numerics.bootstrap import inject_path
     from model_check.record.environment import snapshot_environment
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -286,11 +287,12 @@ def _train_in(
         from model_check.cli.summary import summary_lines
         from model_check.cli.supervision import show_findings, supervisor_for
         from model_check.data import entropy_floor
-        from model_check.engine.data_spec import data_spec
+        from model_check.engine.data_and_shape import data_spec
         from model_check.engine.preflight import check_data
         from model_check.engine.rank import TrainOrder, train_rank
         from model_check.launch.console import ConsoleOptions
         from model_check.launch.job import launch_job
+        from model_check.launch.messages import Voice
         from model_check.launch.placement import Hosts
         from model_check.supervise.hooks import Graces
         from model_check.supervise.supervisor import Limits
@@ -324,8 +326,10 @@ def _train_in(
         supervisor.note_stop("interrupted", result.message)
     show_findings(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor)
     floor = entropy_floor(data_spec(config)) if config.data.dataset == "synthetic" else None
+    voice = Voice(lambda: sys.stdout)
     for line in summary_lines(directory, result.log_dir, outcome=result.outcome, entropy_floor=floor):
-        typer.echo(line)
+        voice.say(line)
+    voice.close()
     return result.exit_code
 
 

@@ -27,49 +27,36 @@ def dataset_name(name: str, subset: str | None) -> tuple[str, str | None]:
     return repo_id, subset if subset is not None else default_subset
 
 
-def _waited_in_vain() -> float | None:
-    """Seconds after which only what is on this machine can be used; None where the hub answers."""
+def _no_answer(what: str, kind: str) -> HubUnavailable | None:
+    """Why only what is on this machine can be used; None where the hub answers."""
     from huggingface_hub import constants
 
-    if _offline():
-        return 0.0
-    if not reachable(constants.ENDPOINT):
-        return PROBE_SECONDS
-    return ANSWER_SECONDS if silent(constants.ENDPOINT, ANSWER_SECONDS) else None
-
-
-def _offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
-
-
-def _unreachable(what: str, kind: str, waited: float) -> HubUnavailable:
-    from huggingface_hub import constants
-
-    if _offline():
+    here = "data.tokenizer=builtin" if kind == "tokenizer" else "data.dataset=synthetic or a local file"
+    if constants.HF_HUB_OFFLINE:
         return HubUnavailable(
             f"{kind} {what!r} is not on this machine and HF_HUB_OFFLINE forbids to fetch it",
-            remedy=f"unset HF_HUB_OFFLINE, or use {_local_choice(kind)}",
+            remedy=f"unset HF_HUB_OFFLINE, or use {here}",
             code="MC905",
         )
+    if not reachable(constants.ENDPOINT):
+        waited = PROBE_SECONDS
+    elif silent(constants.ENDPOINT, ANSWER_SECONDS):
+        waited = ANSWER_SECONDS
+    else:
+        return None
     return HubUnavailable(
         f"{kind} {what!r} is not on this machine and {constants.ENDPOINT} does not answer within {waited:g} s",
-        remedy=f"connect this machine (HTTPS_PROXY, HF_ENDPOINT), copy the files here, or use {_local_choice(kind)}",
+        remedy=f"connect this machine (HTTPS_PROXY, HF_ENDPOINT), copy the files here, or use {here}",
         code="MC905",
     )
-
-
-def _local_choice(kind: str) -> str:
-    return "data.tokenizer=builtin" if kind == "tokenizer" else "data.dataset=synthetic or a local file"
 
 
 def _explain(error: Exception, what: str, kind: str) -> DataError:
     """The hub's refusals, one sentence each. Never includes a header, so never a token."""
     from huggingface_hub import errors
 
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    unusable = "MC907" if kind == "tokenizer" else "MC906"
     if isinstance(error, errors.GatedRepoError) or status in (401, 403):
         given = "the HF_TOKEN in the environment" if os.environ.get("HF_TOKEN") else "no HF_TOKEN"
         return HubUnavailable(
@@ -81,9 +68,8 @@ def _explain(error: Exception, what: str, kind: str) -> DataError:
         return DataError(
             f"there is no {kind} {what!r} on the hub",
             remedy="check the name; a local path must exist or begin with './'",
-            code="MC907" if kind == "tokenizer" else "MC906",
+            code=unusable,
         )
-    first_line = next(iter(str(error).splitlines()), "")
     if status is not None:
         return HubUnavailable(
             f"the hub answered HTTP {status} for {kind} {what!r}", remedy="try again later", code="MC905"
@@ -96,10 +82,11 @@ def _explain(error: Exception, what: str, kind: str) -> DataError:
             remedy="try again; what has arrived is kept",
             code="MC905",
         )
+    first_line = next(iter(str(error).splitlines()), "")
     return DataError(
         f"{kind} {what!r} cannot be used: {type(error).__name__}: {first_line}",
         remedy="check its name, subset and split",
-        code="MC907" if kind == "tokenizer" else "MC906",
+        code=unusable,
     )
 
 
@@ -114,11 +101,11 @@ def download(repo_id: str, filename: str, *, required: bool = True) -> Path | No
         raise _explain(error, repo_id, "tokenizer") from error
     if isinstance(local, str):
         return Path(local)
-    waited = _waited_in_vain()
-    if waited is not None:
+    unavailable = _no_answer(repo_id, "tokenizer")
+    if unavailable is not None:
         if not required:
             return None
-        raise _unreachable(repo_id, "tokenizer", waited)
+        raise unavailable
     utils.disable_progress_bars()
     try:
         return Path(
@@ -142,13 +129,13 @@ def open_dataset(name: str, subset: str | None, split: str, *, streaming: bool) 
     utils.disable_progress_bars()
     datasets.disable_progress_bars()
     token = os.environ.get("HF_TOKEN")
-    waited = _waited_in_vain()
-    if waited is not None:
+    unavailable = _no_answer(name, "dataset")
+    if unavailable is not None:
         try:
             with _libraries_offline():
                 return datasets.load_dataset(repo_id, subset, split=split)
         except Exception as error:  # whatever the reason, there is no usable local copy
-            raise _unreachable(name, "dataset", waited) from error
+            raise unavailable from error
     try:
         huggingface_hub.HfApi().dataset_info(repo_id, timeout=ANSWER_SECONDS, token=token)
         return datasets.load_dataset(repo_id, subset, split=split, streaming=streaming, token=token)
@@ -172,12 +159,7 @@ def _libraries_offline() -> Iterator[None]:
 
 def stream_rows(rows: Any, name: str) -> Iterator[dict[str, Any]]:
     """The rows of a streamed dataset; a connection that breaks on the way becomes an error with a name."""
-    iterator = iter(rows)
-    while True:
-        try:
-            row = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:  # see download
-            raise _explain(error, name, "dataset") from error
-        yield row
+    try:
+        yield from rows
+    except Exception as error:  # see download
+        raise _explain(error, name, "dataset") from error

@@ -22,7 +22,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from model_check.data.encoded import EncodedDocuments
 from model_check.errors import CacheDamaged, DataError
 
 FORMAT_VERSION = 1
@@ -34,6 +33,14 @@ TOKENS, DOCUMENTS, CHECKSUMS, MANIFEST, DAMAGED = (
     "manifest.json",
     "damaged",
 )
+
+
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """Whole documents, one after another, each with its end-of-text token; `lengths` counts that token too."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """Tokenizing on every core: text batches go to worker processes, ids come back in the order of the source.
 
-Workers are plain interpreters that read frames on stdin and answer on stdout, not forks or spawned copies of the
+Workers are plain interpreters that read pickles on stdin and answer on stdout, not forks or spawned copies of the
 caller: they inherit no threads, no CUDA and no `__main__`, and they end by themselves when their parent does.
 """
 
 from __future__ import annotations
 
 import os
-import struct
+import pickle
 import subprocess
 import sys
 from collections import deque
@@ -19,16 +19,13 @@ from itertools import chain
 from queue import SimpleQueue
 from typing import BinaryIO
 
-import numpy as np
-
-from model_check.data.encoded import EncodedDocuments
+from model_check.data.packed import EncodedDocuments
 from model_check.data.tokenizer import BpeTokenizer, Tokenizer, documents_encoder
 from model_check.errors import DataError
 
 BATCH_CHARS = 1 << 20
 WORTH_WORKERS_CHARS = 4 << 20
 """Less text than this is tokenized before workers would have started."""
-_HEADER = struct.Struct("<qq")
 
 
 @dataclass(frozen=True)
@@ -124,24 +121,21 @@ class _Worker:
         assert self._process.stdin is not None and self._process.stdout is not None, "Popen was asked for pipes"
         self._stdin: BinaryIO = self._process.stdin  # type: ignore[assignment]
         self._stdout: BinaryIO = self._process.stdout  # type: ignore[assignment]
-        self._greeting: list[str] | None = [tokenizer.serialised, str(tokenizer.eos_id)]
+        self._greeting: tuple[str, int] | None = (tokenizer.serialised, tokenizer.eos_id)
 
     def encode(self, texts: list[str]) -> EncodedDocuments:
         try:
             if self._greeting is not None:
-                _send_texts(self._stdin, self._greeting)
+                _send(self._stdin, self._greeting)
                 self._greeting = None
-            _send_texts(self._stdin, texts)
-            documents = _receive_documents(self._stdout)
-        except (OSError, ValueError):
-            documents = None
-        if documents is None:
+            _send(self._stdin, texts)
+            return EncodedDocuments(*pickle.load(self._stdout))  # the bytes of our own child
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError):
             code = self._process.wait()
             raise DataError(
                 f"a tokenizer process ended with code {code} before its work was done",
                 remedy="see its message above; with code -9 the machine was out of memory: use fewer workers",
-            )
-        return documents
+            ) from None
 
     def stop(self) -> None:
         self._process.kill()
@@ -154,48 +148,13 @@ class _Worker:
 def serve() -> None:
     """The worker's side: a greeting with the tokenizer, then batches until stdin ends."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    greeting = _receive_texts(source)
-    if greeting is None:
-        return
-    serialised, eos_id = greeting
-    encode = documents_encoder(serialised, int(eos_id))
-    while (texts := _receive_texts(source)) is not None:
-        _send_documents(sink, encode(texts))
+    with suppress(EOFError, pickle.UnpicklingError):  # the caller is gone
+        encode = documents_encoder(*pickle.load(source))
+        while True:
+            documents = encode(pickle.load(source))
+            _send(sink, (documents.ids, documents.lengths))
 
 
-def _send_texts(pipe: BinaryIO, texts: list[str]) -> None:
-    encoded = [text.encode("utf-8") for text in texts]
-    lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
-    pipe.write(_HEADER.pack(len(encoded), int(lengths.sum())))
-    pipe.write(lengths.tobytes())
-    pipe.write(b"".join(encoded))
+def _send(pipe: BinaryIO, content: object) -> None:
+    pickle.dump(content, pipe, protocol=pickle.HIGHEST_PROTOCOL)
     pipe.flush()
-
-
-def _receive_texts(pipe: BinaryIO) -> list[str] | None:
-    header = pipe.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    count, size = _HEADER.unpack(header)
-    ends = np.cumsum(np.frombuffer(pipe.read(8 * count), dtype=np.int64)).tolist()
-    data = pipe.read(size)
-    if len(data) < size:
-        return None
-    return [data[start:end].decode("utf-8") for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _send_documents(pipe: BinaryIO, documents: EncodedDocuments) -> None:
-    pipe.write(_HEADER.pack(len(documents.lengths), len(documents.ids)))
-    pipe.write(np.ascontiguousarray(documents.lengths, dtype=np.int64).tobytes())
-    pipe.write(np.ascontiguousarray(documents.ids, dtype=np.uint32).tobytes())
-    pipe.flush()
-
-
-def _receive_documents(pipe: BinaryIO) -> EncodedDocuments | None:
-    header = pipe.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    count, size = _HEADER.unpack(header)
-    lengths = np.frombuffer(pipe.read(8 * count), dtype=np.int64)
-    ids = np.frombuffer(pipe.read(4 * size), dtype=np.uint32)
-    return EncodedDocuments(ids=ids, lengths=lengths) if len(ids) == size else None

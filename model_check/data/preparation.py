@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from model_check.data import synthetic
-from model_check.data.encoded import EncodedDocuments
-from model_check.data.packed import FORMAT_VERSION, PackedCache, SplitWriter
+from model_check.data.packed import FORMAT_VERSION, EncodedDocuments, PackedCache, SplitWriter
 from model_check.data.parallel_encode import EncodedBatch, encode_batches
 from model_check.data.sources import Source, resolve_source, text_batches
 from model_check.data.spec import DataSpec

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,44 +139,48 @@ def _unreadable(file: Path, error: OSError) -> DataError:
 def _read_txt(file: Path, text_field: str) -> Iterator[tuple[str, float]]:
     size = file.stat().st_size or 1
     lines: list[str] = []
-    length = done = 0
-    with file.open("rb") as stream:
-        for number, raw in enumerate(stream, start=1):
-            done += len(raw)
-            try:
-                line = raw.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{file}:{number} is not UTF-8 (byte {done - len(raw) + error.start})",
-                    remedy="convert the file to UTF-8",
-                    code="MC906",
-                ) from error
-            blank = not line or line.isspace()
-            if not blank:
-                lines.append(line)
-                length += len(line) + 1
-            if lines and (blank or length >= LONGEST_PARAGRAPH):
-                yield "\n".join(lines), done / size
-                lines, length = [], 0
+    length = 0
+    for number, raw, done in _lines(file):
+        try:
+            line = raw.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{file}:{number} is not UTF-8 (byte {done - len(raw) + error.start})",
+                remedy="convert the file to UTF-8",
+                code="MC906",
+            ) from error
+        blank = not line or line.isspace()
+        if not blank:
+            lines.append(line)
+            length += len(line) + 1
+        if lines and (blank or length >= LONGEST_PARAGRAPH):
+            yield "\n".join(lines), done / size
+            lines, length = [], 0
     if lines:
         yield "\n".join(lines), 1.0
 
 
-def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[str, float]]:
-    size = file.stat().st_size or 1
+def _lines(file: Path) -> Iterator[tuple[int, bytes, int]]:
+    """Each line with its number, and how many bytes of the file are read after it."""
     done = 0
     with file.open("rb") as stream:
         for number, raw in enumerate(stream, start=1):
             done += len(raw)
-            if raw.isspace():
-                continue
-            try:
-                record = json.loads(raw)
-            except ValueError as error:
-                raise DataError(
-                    f"{file}:{number} is not JSON: {error}", remedy="put one JSON object on each line", code="MC906"
-                ) from error
-            yield _text_of(record, text_field, f"{file}:{number}"), done / size
+            yield number, raw, done
+
+
+def _read_jsonl(file: Path, text_field: str) -> Iterator[tuple[str, float]]:
+    size = file.stat().st_size or 1
+    for number, raw, done in _lines(file):
+        if raw.isspace():
+            continue
+        try:
+            record = json.loads(raw)
+        except ValueError as error:
+            raise DataError(
+                f"{file}:{number} is not JSON: {error}", remedy="put one JSON object on each line", code="MC906"
+            ) from error
+        yield _text_of(record, text_field, f"{file}:{number}"), done / size
 
 
 def _text_of(record: Any, text_field: str, where: str) -> str:
@@ -210,12 +214,8 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[tuple[str, float]]:
         raise DataError(f"{file} is not a parquet file: {error}", remedy="write it again", code="MC906") from error
     with table:
         _check_column(table.schema_arrow.names, text_field, str(file))
-        rows = table.metadata.num_rows or 1
-        done = 0
-        for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, columns=[text_field]):
-            for value in batch.column(0).to_pylist():
-                done += 1
-                yield _text_of({text_field: value}, text_field, f"{file}, row {done}"), done / rows
+        batches = table.iter_batches(batch_size=ROWS_AT_ONCE, columns=[text_field])
+        yield from _rows_of(batches, table.metadata.num_rows, text_field, str(file))
 
 
 def _check_column(names: list[str], text_field: str, where: str) -> None:
@@ -225,6 +225,13 @@ def _check_column(names: list[str], text_field: str, where: str) -> None:
             remedy="name the column that holds the text in data.text_field",
             code="MC906",
         )
+
+
+def _rows_of(batches: Iterable[Any], rows: int, text_field: str, where: str) -> Iterator[tuple[str, float]]:
+    """The texts in batches of Arrow, whose only column is the text."""
+    values = (value for batch in batches for value in batch.column(0).to_pylist())
+    for number, value in enumerate(values, start=1):
+        yield _text_of({text_field: value}, text_field, f"{where}, row {number}"), number / rows
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, float]]]] = {
@@ -292,9 +299,5 @@ def _hub_dataset(spec: DataSpec) -> Source:
 
 def _table_documents(dataset: Any, text_field: str, where: str) -> Iterator[Document]:
     _check_column(list(dataset.column_names), text_field, where)
-    rows = dataset.num_rows or 1
-    done = 0
-    for table in dataset.select_columns([text_field]).with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
-        for value in table.column(text_field).to_pylist():
-            done += 1
-            yield _text_of({text_field: value}, text_field, f"{where}, row {done}"), done / rows
+    batches = dataset.select_columns([text_field]).with_format("arrow").iter(batch_size=ROWS_AT_ONCE)
+    yield from _rows_of(batches, dataset.num_rows, text_field, where)

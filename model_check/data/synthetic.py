@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from model_check.data.encoded import EncodedDocuments
+from model_check.data.packed import EncodedDocuments
 from model_check.data.spec import DataSpec
 from model_check.errors import DataError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from model_check.data.encoded import EncodedDocuments
+from model_check.data.packed import EncodedDocuments
 from model_check.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -56,13 +56,7 @@ class ByteTokenizer(Tokenizer):
         return [list(text.encode("utf-8")) for text in texts]
 
     def encode_documents(self, texts: list[str]) -> EncodedDocuments:
-        encoded = [text.encode("utf-8") for text in texts]
-        lengths = np.fromiter((len(data) + 1 for data in encoded), dtype=np.int64, count=len(encoded))
-        ids = np.full(int(lengths.sum()), self.eos_id, dtype=np.uint32)
-        is_text = np.ones(len(ids), dtype=bool)
-        is_text[np.cumsum(lengths) - 1] = False
-        ids[is_text] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-        return EncodedDocuments(ids=ids, lengths=lengths)
+        return _joined((np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts), self.eos_id)
 
     def decode(self, ids: Iterable[int]) -> str:
         end = END_OF_TEXT.encode()
@@ -116,13 +110,14 @@ def documents_encoder(serialised: str, eos_id: int) -> Callable[[list[str]], Enc
         return WordCache(serialised, split, eos_id).encode
     plain = BpeTokenizer("plain", serialised, eos_id)
 
-    def encode(texts: list[str]) -> EncodedDocuments:
-        documents = [np.array([*ids, eos_id], dtype=np.uint32) for ids in plain.encode_batch(texts)]
-        lengths = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
-        ids = np.concatenate(documents) if documents else np.zeros(0, dtype=np.uint32)
-        return EncodedDocuments(ids=ids, lengths=lengths)
+    return lambda texts: _joined(plain.encode_batch(texts), eos_id)
 
-    return encode
+
+def _joined(documents: Iterable[Sequence[int] | np.ndarray], eos_id: int) -> EncodedDocuments:
+    """The ids of all documents in one array, with the end-of-text token after each."""
+    ended = [np.append(np.asarray(ids, dtype=np.uint32), np.uint32(eos_id)) for ids in documents]
+    lengths = np.fromiter(map(len, ended), dtype=np.int64, count=len(ended))
+    return EncodedDocuments(np.concatenate(ended) if ended else np.zeros(0, dtype=np.uint32), lengths)
 
 
 def _eos_id(name: str, vocabulary: dict[str, int], eos_token: str | int | None) -> int:

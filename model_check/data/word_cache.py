@@ -12,13 +12,11 @@ import numpy as np
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from model_check.data.encoded import EncodedDocuments
+from model_check.data.packed import EncodedDocuments
 from model_check.data.pre_tokens import Splitter
 
 MAX_PARTS = 1 << 20
 """Parts remembered before the cache starts anew: about 200 MB."""
-_SEPARATOR = "\U0010fffe\U0010ffff"
-_PARTS_PER_CALL = 512
 
 
 class _PartNumbers(dict[str, int]):
@@ -86,27 +84,23 @@ class _PartEncoder:
     """The ids of parts, by the shortest way into `tokenizers`.
 
     ASCII parts go straight to the merges: cut by the tokenizer's own expression and spelt in its byte alphabet, nothing
-    else would happen to them. The others go through the whole pipeline, many at a time with a marker between them,
-    which is twice as fast as one text a part.
+    else would happen to them. The others go through the whole pipeline.
     """
 
     def __init__(self, serialised: str, splitter: Splitter) -> None:
-        self._serialised = serialised
         self._own = splitter.own
-        self._marked = tokenizers.Tokenizer.from_str(serialised)
-        self._marked.no_truncation()
-        self._marked.no_padding()
-        self._added = {token.content: id_ for id_, token in self._marked.get_added_tokens_decoder().items()}
-        self._merge = self._marked.model.tokenize
-        self._marked.add_special_tokens([tokenizers.AddedToken(_SEPARATOR, special=True, normalized=False)])
-        self._separator_id = self._marked.token_to_id(_SEPARATOR)
+        self._tokenizer = tokenizers.Tokenizer.from_str(serialised)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._added = {token.content: id_ for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
+        self._merge = self._tokenizer.model.tokenize
         spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         self._byte_alphabet = {code: spelling.pre_tokenize_str(chr(code))[0][0] for code in range(128)}
 
     def encode(self, parts: list[str]) -> list[list[int]]:
         others = [part for part in parts if not part.isascii()]
-        encoded = iter(self._through_pipeline(others))
-        return [self._straight(part) if part.isascii() else next(encoded) for part in parts]
+        encoded = iter(self._tokenizer.encode_batch_fast(others, add_special_tokens=False))
+        return [self._straight(part) if part.isascii() else next(encoded).ids for part in parts]
 
     def _straight(self, part: str) -> list[int]:
         if part in self._added:
@@ -121,19 +115,3 @@ class _PartEncoder:
             ids += [token.id for token in self._merge(spelt[start : start + len(cut)])]
             start += len(cut)
         return ids
-
-    def _through_pipeline(self, parts: list[str]) -> list[list[int]]:
-        groups = [parts[i : i + _PARTS_PER_CALL] for i in range(0, len(parts), _PARTS_PER_CALL)]
-        texts = ["".join(part + _SEPARATOR for part in group) for group in groups]
-        encodings = self._marked.encode_batch_fast(texts, add_special_tokens=False)
-        ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), dtype=np.uint32)
-        ends = np.flatnonzero(ids == self._separator_id)
-        if len(ends) != len(parts):  # a text holds the marker itself
-            return self._one_by_one(parts)
-        return [part.tolist()[:-1] for part in np.split(ids, ends + 1)[:-1]]
-
-    def _one_by_one(self, parts: list[str]) -> list[list[int]]:
-        plain = tokenizers.Tokenizer.from_str(self._serialised)
-        plain.no_truncation()
-        plain.no_padding()
-        return [encoding.ids for encoding in plain.encode_batch_fast(parts, add_special_tokens=False)]

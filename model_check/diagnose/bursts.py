@@ -88,6 +88,8 @@ def _finding(
         severity="warning",
         step=rank.step,
         phase=stop.phase or None,
+        cause="now_and_then",
+        facts={"stop_s": round(seconds, 4), "stops": len(stops), "steps": steps},
     )
 
 

@@ -17,6 +17,7 @@ from model_check.diagnose.issues import GroupTable, Issue, Key
 
 Kind = Literal["op", "root", "shape", "dtype", "reduction", "crossed", "shifted"]
 Manner = Literal["order", "missing", "extra"]
+BlamedBy = Literal["majority", "history", "condition", "count"]
 
 # Operations whose tensors must have one size (and dtype) on every rank. The sizes of all_gather lists (not on gloo),
 # all_to_all and most object collectives may differ; of broadcast_object it is the number of objects.
@@ -32,6 +33,16 @@ _SILENT: frozenset[Kind] = frozenset({"root", "dtype", "reduction", "crossed"}) 
 
 
 @dataclass(frozen=True)
+class Blame:
+    """Which ranks are the wrong ones, and what shows it."""
+
+    ranks: tuple[int, ...] = ()  # empty: undecided
+    by: BlamedBy | None = None
+    why: str = ""  # the same as a sentence
+    condition: str = ""  # the condition on the rank that the call of these, or of other ranks stands in
+
+
+@dataclass(frozen=True)
 class Divergence:
     """The ranks of a group called different things at one sequence number."""
 
@@ -40,17 +51,23 @@ class Divergence:
     table: GroupTable
     seq: int
     calls: dict[int, Issue]
-    guilty: tuple[int, ...]  # empty: undecided
-    blame: str  # why the guilty are guilty, as a sentence
+    blame: Blame
     stuck: bool  # nobody can get past it
 
     @property
-    def decided(self) -> bool:
-        return bool(self.guilty)
+    def guilty(self) -> tuple[int, ...]:
+        """Empty: undecided."""
+        return self.blame.ranks
 
     def first_call(self) -> Issue:
         ranks = self.guilty or tuple(sorted(self.calls))
         return self.calls[ranks[0]]
+
+    def peers_call(self) -> Issue:
+        """What the first of the other ranks called."""
+        first = self.first_call()
+        named = self.guilty or (first.rank,)
+        return next((issue for rank, issue in sorted(self.calls.items()) if rank not in named), first)
 
 
 class Matcher:
@@ -148,38 +165,37 @@ def _signature(issue: Issue, kind: Kind) -> object:
 
 
 def _judge(table: GroupTable, seq: int, calls: dict[int, Issue], kind: Kind) -> Divergence:
-    guilty, blame = blame_for(table, seq, calls, {rank: _signature(issue, kind) for rank, issue in calls.items()})
+    blame = blame_for(table, calls, {rank: _signature(issue, kind) for rank, issue in calls.items()})
     manner: Manner = "order"
-    if kind == "op" and guilty:
-        others = [issue for rank, issue in calls.items() if rank not in guilty]
-        manner = _manner(table, calls[guilty[0]], others[0])
+    if kind == "op" and blame.ranks:
+        others = [issue for rank, issue in calls.items() if rank not in blame.ranks]
+        manner = _manner(table, calls[blame.ranks[0]], others[0])
     waiting = [issue for issue in calls.values() if not table.passed(issue)]
-    return Divergence(kind, manner, table, seq, calls, guilty, blame, stuck=len(waiting) > 1)
+    return Divergence(kind, manner, table, seq, calls, blame, stuck=len(waiting) > 1)
 
 
-def blame_for(
-    table: GroupTable, seq: int, calls: dict[int, Issue], signatures: dict[int, object]
-) -> tuple[tuple[int, ...], str]:
+def blame_for(table: GroupTable, calls: dict[int, Issue], signatures: dict[int, object]) -> Blame:
     """The ranks that differ from the majority, or from their own earlier steps; nobody where neither decides."""
     counts = Counter(signatures.values())
     (common, most), *rest = counts.most_common()
     if rest and most > rest[0][1] and most > len(calls) / 2:
         guilty = tuple(sorted(rank for rank, signature in signatures.items() if signature != common))
         agree = f"{most} of {len(calls)} ranks agree, {ranks_text(guilty)} differ{'s' if len(guilty) == 1 else ''}"
-        inside, why, named = _in_a_branch_of_their_own(calls)
-        if not inside or set(inside) & set(guilty):
-            return guilty, agree
-        if named and all(_is_novel(table, calls[rank]) for rank in inside):
-            return inside, why  # a subset of the ranks may well be most of them
-        return guilty, f"{agree}; {why}"
+        inside, names_them = _in_a_branch_of_their_own(calls)
+        if not inside.ranks or set(inside.ranks) & set(guilty):
+            return Blame(guilty, "majority", agree, inside.condition)
+        if names_them and all(_is_novel(table, calls[rank]) for rank in inside.ranks):
+            return inside  # a subset of the ranks may well be most of them
+        return Blame(guilty, "majority", f"{agree}; {inside.why}", inside.condition)
     surprising = {rank: _surprise(table, issue) for rank, issue in calls.items()}
     odd = tuple(sorted(rank for rank, value in surprising.items() if value))
     if odd and len(odd) < len(calls) and len({signatures[rank] for rank in odd}) == 1:
-        return odd, f"{ranks_text(odd)} left the order of its own earlier steps: {surprising[odd[0]]}"
-    return _in_a_branch_of_their_own(calls)[:2]
+        left = f"{ranks_text(odd)} left the order of its own earlier steps: {surprising[odd[0]]}"
+        return Blame(odd, "history", left)
+    return _in_a_branch_of_their_own(calls)[0]
 
 
-def _in_a_branch_of_their_own(calls: dict[int, Issue]) -> tuple[tuple[int, ...], str, bool]:
+def _in_a_branch_of_their_own(calls: dict[int, Issue]) -> tuple[Blame, bool]:
     """The ranks whose call is inside a condition on the rank, if the calls of the others are not.
 
     Also whether the condition names these ranks. If it only excludes others, the others are the exception.
@@ -187,11 +203,11 @@ def _in_a_branch_of_their_own(calls: dict[int, Issue]) -> tuple[tuple[int, ...],
     branches = {rank: rank_branch(issue.frame) if issue.frame is not None else None for rank, issue in calls.items()}
     inside = tuple(sorted(rank for rank, branch in branches.items() if branch is not None))
     if not inside or len(inside) == len(calls) or len({calls[rank].key for rank in inside}) > 1:
-        return (), "", False
+        return Blame(), False
     branch = branches[inside[0]]
     assert branch is not None, f"rank {inside[0]} was chosen for its branch"
     why = f"the call of {ranks_text(inside)} is reached only through `{branch.test}` at {branch.site}"
-    return inside, why, branch.names_them
+    return Blame(inside, "condition", why, branch.test), branch.names_them
 
 
 def _surprise(table: GroupTable, issue: Issue) -> str:
@@ -271,8 +287,8 @@ def _crossed_pair(table: GroupTable, start: int) -> Divergence | None:
                 if both and _crosses(mine[seq], theirs[seq], mine[later], theirs[later]):
                     calls = table.at(seq)
                     signatures: dict[int, object] = {r: issue.text_key for r, issue in calls.items()}
-                    guilty, blame = blame_for(table, seq, calls, signatures)
-                    return Divergence("crossed", "order", table, seq, calls, guilty, blame, stuck=False)
+                    blame = blame_for(table, calls, signatures)
+                    return Divergence("crossed", "order", table, seq, calls, blame, stuck=False)
     return None
 
 
@@ -294,15 +310,13 @@ def _shifted(table: GroupTable, start: int) -> Divergence | None:
         if seq is None:
             continue
         calls = table.at(seq)
-        guilty, blame = blame_for(table, seq, calls, {r: issue.step for r, issue in calls.items()})
-        if not guilty:
-            guilty = _uneven_counts(table, seq, calls)
-            blame = (
-                f"{ranks_text(guilty)} made another number of calls in a step than in earlier steps" if guilty else ""
-            )
+        blame = blame_for(table, calls, {r: issue.step for r, issue in calls.items()})
+        if not blame.ranks and (odd := _uneven_counts(table, seq, calls)):
+            counted = f"{ranks_text(odd)} made another number of calls in a step than in earlier steps"
+            blame = Blame(odd, "count", counted)
         ahead = max(calls.values(), key=lambda issue: issue.step)
-        manner: Manner = "missing" if not guilty or ahead.rank in guilty else "extra"
-        return Divergence("shifted", manner, table, seq, calls, guilty, blame, stuck=False)
+        manner: Manner = "missing" if not blame.ranks or ahead.rank in blame.ranks else "extra"
+        return Divergence("shifted", manner, table, seq, calls, blame, stuck=False)
     return None
 
 

@@ -20,7 +20,7 @@ from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
-from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
+from model_check.diagnose.memory import is_fragmented, memory_account, memory_facts, memory_fixes
 from model_check.diagnose.raised import (
     facts_of,
     last_swallowed,
@@ -38,6 +38,7 @@ from model_check.record import Finding
 from model_check.record.error_texts import lost_its_peer, unexpected_size
 from model_check.record.events.crashes import CaughtException, ExceptionEvent, UncaughtException
 from model_check.record.events.job import AddressSpaceLimit
+from model_check.record.events.memory import MemoryKill, MemoryMark
 from model_check.record.rank_exits import signal_name
 from model_check.record.stacks import Frame, innermost_user
 
@@ -193,10 +194,10 @@ def _exception_finding(
     extra: list[str] = []
     fix: list[str] = []
     if code in ("MC307", "MC501"):
-        account = memory_account(rank, message)
+        account = memory_account(rank, message, on_device=code == "MC501")
         extra = [*memory_facts(account, evidence.plan), *_memory_history(rank)]
         fix = memory_fixes(account, evidence.plan)
-        if code == "MC501" and account.fragmented:
+        if code == "MC501" and is_fragmented(account):
             code, about = "MC502", "{who} found its device memory in pieces too small to use"
     if code == "MC307":
         extra += [
@@ -242,7 +243,7 @@ def _file_being_read(rank: RankEvidence, before: float) -> str:
 
 
 def _memory_history(rank: RankEvidence) -> list[str]:
-    history = [s.rss for s in rank.samples if s.rss] + [int(e.get("rss") or 0) for e in rank.happened("memory")]
+    history = [s.rss for s in rank.samples if s.rss] + [mark.rss for mark in rank.happened(MemoryMark)]
     if not history:
         return []
     first, most = history[0] / _GIB, max(history) / _GIB
@@ -284,16 +285,16 @@ def _explain_signal(evidence: Evidence, rank: RankEvidence, number: int, name: s
     memory = _memory_history(rank)
     pid = rank.exit.pid if rank.exit is not None else rank.pid
     if number == signal.SIGKILL:
-        kills = [r for r in evidence.said("oom") if r.get("pid") in (None, 0, pid)]
-        by_limit = next((k for k in kills if k.get("source") in ("cgroup", "limit")), None)
+        kills = [kill for kill in evidence.said(MemoryKill) if kill.pid in (0, pid)]
+        by_limit = next((kill for kill in kills if kill.source in ("cgroup", "limit")), None)
         if by_limit is not None:
-            of_cgroup = by_limit.get("source") == "cgroup"
+            of_cgroup = by_limit.source == "cgroup"
             whose = "its cgroup's memory limit" if of_cgroup else _limit_setting(evidence)
             cause = "cgroup" if of_cgroup else "own_limit"
-            known = [f"observed: {by_limit.get('detail')}", *memory]
+            known = [f"observed: {by_limit.detail}", *memory]
             return _Death("MC305", f"was killed by {whose}", known, rank.last_site(), cause, by_a_kill=True)
         if kills:
-            known = [f"observed: {kills[0].get('detail')}", *memory]
+            known = [f"observed: {kills[0].detail}", *memory]
             return _Death("MC304", "was killed by the kernel's OOM killer", known, rank.last_site(), by_a_kill=True)
     if number in _FATAL_SIGNALS:
         return _explain_abort(rank, "a segmentation fault" if number == signal.SIGSEGV else name, memory)

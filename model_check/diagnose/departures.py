@@ -53,7 +53,7 @@ def _fewer_collectives(evidence: Evidence, rank: RankEvidence, victims: Sequence
     if unseen is not None:
         return unseen
     title = f"rank {rank.rank} finished with fewer collectives than its peers: it skipped one"
-    return _left(evidence, "MC206", title, rank, victims, known)
+    return _left(evidence, "MC206", title, rank, victims, known, cause="fewer_calls")
 
 
 def _left_at(rank: RankEvidence) -> float | None:
@@ -61,7 +61,13 @@ def _left_at(rank: RankEvidence) -> float | None:
 
 
 def _left(
-    evidence: Evidence, code: str, title: str, rank: RankEvidence, victims: Iterable[int], known: list[str]
+    evidence: Evidence,
+    code: str,
+    title: str,
+    rank: RankEvidence,
+    victims: Iterable[int],
+    known: list[str],
+    cause: str | None = None,
 ) -> Finding:
     via = rank.announced_exit.via
     return make_finding(
@@ -76,6 +82,7 @@ def _left(
         phase="exit",
         began=_left_at(rank),
         now=evidence.now,
+        cause=cause,
         facts={"via": via} if via else None,
     )
 
@@ -138,4 +145,6 @@ def _lonely(evidence: Evidence, issue: Issue, gone: Sequence[int], known: list[s
         phase="collective",
         began=issue.t,
         now=evidence.now,
+        cause="lonely_call",
+        facts={"op": issue.op},
     )

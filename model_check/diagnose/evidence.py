@@ -7,13 +7,27 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from model_check.record.events import Event
 from model_check.record.events.crashes import Exit, UncaughtException
 from model_check.record.events.job import RankExit, SignalSent
-from model_check.record.events.process import GroupJoined, JobOver, JobStarted, Stopped, StopReason
-from model_check.record.ring import FLAG_ASYNC, Crumb
+from model_check.record.events.process import (
+    GroupJoined,
+    JobOver,
+    JobStarted,
+    Stalled,
+    StallWithdrawn,
+    Stopped,
+    StopReason,
+    Versions,
+)
+from model_check.record.flight import FlightEntry
+from model_check.record.metrics import StepMetrics
+from model_check.record.process_sample import RankSample
+from model_check.record.ring import WAIT_PHASES as WAIT_PHASES
+from model_check.record.ring import Crumb
+from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import Frame, ProcessStacks
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import Outcome
@@ -23,44 +37,9 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound=Event)
 _CLOCK_SLACK_S = 0.05
-WAIT_PHASES = frozenset({"collective", "barrier", "p2p", "init", "store", "gate"})
 POLLING_PHASES = frozenset({"store", "gate"})
 NEWEST_RECORDS = 64
 P2P_OPS = frozenset({"send", "recv", "batch_p2p"})
-
-
-@dataclass(frozen=True)
-class ProcSample:
-    """A process as /proc showed it."""
-
-    t: float
-    pid: int
-    state: str
-    cpu_s: float
-    rss: int
-    threads: int
-    wchan: str
-    syscall: str
-    stdin: str
-    syscall_target: str = ""
-    io_bytes: int = 0
-    switches: int | None = None  # how often the main thread went to sleep; None where nobody counted
-    rss_file: int = 0  # of the resident bytes, those of mapped files; 0 where nobody counted
-    children: tuple[Mapping[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class FlightEntry:
-    """One collective of the c10d flight recorder, the same for gloo and NCCL."""
-
-    group: str
-    seq: int
-    op: str
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    in_flight: bool
-    site: str
-    function: str
 
 
 @dataclass(frozen=True)
@@ -70,10 +49,9 @@ class RankEvidence:
     rank: int
     header: Mapping[str, Any] = field(default_factory=dict)
     crumbs: tuple[Crumb, ...] = ()
-    events: tuple[Mapping[str, Any], ...] = ()
-    told: tuple[Event, ...] = ()  # the same, typed
+    told: tuple[Event, ...] = ()
     stacks: tuple[ProcessStacks, ...] = ()
-    samples: tuple[ProcSample, ...] = ()
+    samples: tuple[RankSample, ...] = ()
     flight: tuple[FlightEntry, ...] = ()
     fault_frames: tuple[Frame, ...] = ()
     exit: RankExit | None = None
@@ -101,7 +79,7 @@ class RankEvidence:
     @property
     def seen(self) -> bool:
         """False: nothing but its number is known, e.g. it was never started or left no files."""
-        return bool(self.header or self.samples or self.exit or self.events or self.started_t is not None)
+        return bool(self.header or self.samples or self.exit or self.told or self.started_t is not None)
 
     @cached_property
     def main_thread(self) -> int:
@@ -125,7 +103,7 @@ class RankEvidence:
     def blocking(self) -> Crumb | None:
         """The open span in which this rank waits for others: a collective, a receive, joining the group."""
         crumb = self.innermost
-        if crumb is not None and crumb.phase in WAIT_PHASES and not (is_async(crumb) and crumb.detail != "wait"):
+        if crumb is not None and crumb.phase in WAIT_PHASES and (crumb.is_wait or not crumb.is_async):
             return crumb
         return None
 
@@ -153,20 +131,14 @@ class RankEvidence:
     @cached_property
     def joined(self) -> bool:
         """It has been through init_process_group, or says that it is past it."""
-        if any(e.get("event") in ("group", "config_hash", "versions") for e in self.events):
+        if any(isinstance(event, (GroupJoined, Versions)) for event in self.told):
             return True
         return any(
             c.phase in ("collective", "barrier", "p2p") or (c.phase == "init" and c.event == "end") for c in self.crumbs
         )
 
-    @overload
-    def happened(self, kind: str) -> list[Mapping[str, Any]]: ...
-    @overload
-    def happened(self, kind: type[E]) -> list[E]: ...
-    def happened(self, kind: str | type[Event]) -> Any:
+    def happened(self, kind: type[E]) -> list[E]:
         """The events of this kind, oldest first."""
-        if isinstance(kind, str):
-            return [record for record in self.events if record.get("event") == kind]
         return [event for event in self.told if isinstance(event, kind)]
 
     @cached_property
@@ -195,17 +167,16 @@ class Evidence:
 
     world_size: int
     ranks: Mapping[int, RankEvidence]
-    supervisor: tuple[Mapping[str, Any], ...] = ()
-    journal: tuple[Event, ...] = ()  # the same, typed
+    journal: tuple[Event, ...] = ()  # the launcher's events
     now: float = 0.0
     live: bool = False
     cores: int | None = None
     host_memory: int | None = None  # bytes that the host had to give when the job began
     damage: tuple[str, ...] = ()
-    metrics: tuple[Mapping[str, Any], ...] = ()  # of our own trainer: the first steps and the newest
+    metrics: tuple[StepMetrics, ...] = ()  # of our own trainer: the first steps and the newest
     vocabulary: int | None = None  # of our own trainer's model
     ours: bool = False  # a run of our own trainer: the reader has our settings and no script
-    plan: Mapping[str, Any] = field(default_factory=dict)  # of our own trainer on GPUs: what a rank was to need
+    plan: RunPlan = field(default_factory=RunPlan)  # of our own trainer on GPUs: what a rank was to need
 
     def of(self, rank: int) -> RankEvidence:
         return self.ranks.get(rank) or RankEvidence(rank)
@@ -214,24 +185,18 @@ class Evidence:
     def all_ranks(self) -> list[int]:
         return sorted(set(range(self.world_size)) | set(self.ranks))
 
-    @overload
-    def said(self, kind: str) -> list[Mapping[str, Any]]: ...
-    @overload
-    def said(self, kind: type[E]) -> list[E]: ...
-    def said(self, kind: str | type[Event]) -> Any:
+    def said(self, kind: type[E]) -> list[E]:
         """The launcher's events of this kind, oldest first."""
-        if isinstance(kind, str):
-            return [record for record in self.supervisor if record.get("event") == kind]
         return [event for event in self.journal if isinstance(event, kind)]
 
     @cached_property
-    def stall(self) -> Mapping[str, Any] | None:
-        """The launcher's standing claim that nothing moves, unless it was withdrawn."""
-        standing: Mapping[str, Any] | None = None
-        for record in self.supervisor:
-            if record.get("event") == "stall":
-                standing = record
-            elif record.get("event") in ("stall_withdrawn", "job_started"):
+    def stall(self) -> Stalled | None:
+        """The launcher's standing claim that nothing moves, unless it was withdrawn or the job began anew."""
+        standing: Stalled | None = None
+        for event in self.journal:
+            if isinstance(event, Stalled):
+                standing = event
+            elif isinstance(event, (StallWithdrawn, JobStarted)):
                 standing = None
         return standing
 
@@ -286,8 +251,8 @@ class Evidence:
     @property
     def quiet_after_s(self) -> float:
         """How long a rank may go without a record: the launcher's threshold, if any, else one from the step times."""
-        said = self.stall.get("threshold_s") if self.stall is not None else None
-        return float(said) if isinstance(said, (int, float)) else self.stall_threshold_s
+        said = self.stall.threshold_s if self.stall is not None else 0.0
+        return said or self.stall_threshold_s
 
     def is_quiet(self, rank: int) -> bool:
         since = self.of(rank).last_progress_t
@@ -337,8 +302,8 @@ class Evidence:
             for group in rank.happened(GroupJoined):
                 groups[group.name] = tuple(sorted(group.ranks))
             for crumb in rank.crumbs:
-                if crumb.group and crumb.group not in groups and (members_of := _members_named(crumb)):
-                    groups[crumb.group] = members_of
+                if crumb.group and crumb.group not in groups and crumb.members:
+                    groups[crumb.group] = tuple(sorted(crumb.members))
         return groups
 
 
@@ -349,21 +314,6 @@ def steps_done(rank: RankEvidence) -> int:
     from there.
     """
     return max((c.step + (c.phase == "step") for c in rank.crumbs[-8:]), default=0)
-
-
-def _members_named(crumb: Crumb) -> tuple[int, ...]:
-    """The ranks in a group's own name ("ranks 0,1 #2") or in the detail of its first record."""
-    for text in (crumb.detail, crumb.group):
-        if text.startswith("ranks"):
-            body = text[len("ranks") :].strip(" =:[(").split("#")[0].split("]")[0].split(")")[0]
-            spans = [part.strip().split("-") for part in body.split(",")]
-            if all(end.isdigit() for span in spans for end in span):
-                return tuple(sorted(n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)))
-    return ()
-
-
-def is_async(crumb: Crumb) -> bool:
-    return bool(crumb.flags & FLAG_ASYNC)
 
 
 def frame_of(crumb: Crumb, root: str = "") -> Frame:

@@ -39,6 +39,7 @@ from model_check.record.verdict import DetectionTimes, Outcome
 
 _SEVERITY = {"error": 0, "warning": 1, "info": 2}
 _CERTAINTY = {"proven": 0, "observed": 1, "suspected": 2}
+_NEED_ALL_RECORDS = ("MC2", "MC302", "MC308")  # comparisons of what each rank has called
 
 
 def examine(run_dir: RunDir, *, live: bool, now: float | None = None) -> Verdict:
@@ -84,8 +85,17 @@ def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
         world_size=evidence.world_size,
         steps_completed=evidence.steps_completed,
         findings=findings,
-        notes=[*rules.notes, *_unwritten(evidence)],
+        notes=[*rules.notes, *_unwritten(evidence), *_unrecorded(evidence)],
     )
+
+
+def _unrecorded(evidence: Evidence) -> list[str]:
+    """Ranks whose recording failed while they trained on: nobody knows what they call since."""
+    failed = {rank.rank: rank.header["gave_up"] for rank in evidence.ranks.values() if rank.header.get("gave_up")}
+    return [
+        f"recording rank {rank} failed ({why}, see its events): since then no hang and no mismatch can be found"
+        for rank, why in failed.items()
+    ]
 
 
 def _unwritten(evidence: Evidence) -> list[str]:
@@ -118,8 +128,11 @@ def find_all(evidence: Evidence, matcher: Matcher, rules: _Rules) -> list[Findin
     ask = rules.ask
     tables = group_tables(evidence)
     waits = find_waits(evidence, tables)
-    mismatches = ask(mismatch_findings, evidence, tables, matcher)
+    all_recorded = not _unrecorded(evidence)
+    mismatches = ask(mismatch_findings, evidence, tables, matcher) if all_recorded else []
     crashes = ask(crash_findings, evidence, tables, waits)
+    if not all_recorded:
+        crashes = [f for f in crashes if not f.code.startswith(_NEED_ALL_RECORDS)]
     numerics = ask(numerics_findings, evidence)
     if crashes and explains_failure(numerics, crashes[0]):
         crashes = []
@@ -131,12 +144,14 @@ def find_all(evidence: Evidence, matcher: Matcher, rules: _Rules) -> list[Findin
     # A suspicion that the ranks drifted apart stands alone, or is the reason for what happened next.
     stopped = crashes or any(f.severity == "error" for f in numerics)
     hangs = (
-        [] if stopped or any(f.certainty == "proven" for f in certain) else ask(hang_findings, evidence, tables, waits)
+        []
+        if stopped or not all_recorded or any(f.certainty == "proven" for f in certain)
+        else ask(hang_findings, evidence, tables, waits)
     )
     causes = [*crashes, *hangs, *mismatches] if not certain else [*certain, *crashes, *hangs]
     # A step that was left out has done no harm; one that was applied, or that ended the job, explains all else.
     spoilt = bool(numerics) and not left_out_only(evidence)
-    slow = [] if causes or spoilt else ask(slow_findings, evidence)
+    slow = [] if causes or spoilt or not all_recorded else ask(slow_findings, evidence)
     quiet = [] if spoilt else [*ask(wrong_gradient_findings, evidence), *ask(drift_findings, evidence)]
     quiet += [] if spoilt or causes else [*ask(same_batch_findings, evidence), *ask(training_warnings, evidence)]
     causes = with_start(evidence, name_token_ids(evidence, causes))

@@ -16,6 +16,7 @@ from model_check.record.error_texts import (
     is_dead_worker,
 )
 from model_check.record.events.crashes import ExceptionEvent
+from model_check.record.events.process import PortHeld
 
 _NO_GPU = re.compile(
     r"invalid device ordinal|no CUDA GPUs are available|devices? (is|are) busy or unavailable|Duplicate GPU detected|"
@@ -79,12 +80,12 @@ def classify_exception(error: ExceptionEvent, evidence: Evidence, ranks: Iterabl
 
 
 def _port_title(evidence: Evidence) -> str:
-    holders = evidence.said("port")
+    holders = evidence.said(PortHeld)
     if not holders:
         return "the port {who} wants to listen on is taken"
     held = holders[-1]
-    by = f" by process {held['holder_pid']} ({held.get('holder_cmd') or '?'})" if held.get("holder_pid") else ""
-    return f"port {held.get('port')}, which {{who}} needs, is taken{by}"
+    by = f" by process {held.holder_pid} ({held.holder_cmd or '?'})" if held.holder_pid else ""
+    return f"port {held.port}, which {{who}} needs, is taken{by}"
 
 
 def _short(text: str) -> str:

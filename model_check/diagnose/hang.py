@@ -5,7 +5,10 @@ Severity is a warning as long as the job could still come back; circles of waits
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from model_check.diagnose import frames
 from model_check.diagnose.circles import all_wait_finding, cycle_finding
@@ -21,24 +24,12 @@ from model_check.diagnose.source import source_text
 from model_check.diagnose.stuck_rank import BUSY_SHARE, StuckRank
 from model_check.diagnose.waits import Wait, find_cycle, holders
 from model_check.record import Finding
+from model_check.record.ring import DOING
 from model_check.record.stacks import Frame
 
-_SLOW_BUT_FINE = {
-    "save": "saving a checkpoint",
-    "load": "loading a checkpoint",
-    "eval": "evaluating",
-    "compile": "compiling",
-    "model": "building the model",
-    "import": "importing",
-    "start": "starting",
-    "gate": "waiting its turn to import or compile",
-}
+_SLOW_BUT_FINE = frozenset({"save", "load", "eval", "compile", "model", "import", "start", "gate"})
+_COMPUTING = frozenset({"forward", "backward", "optimizer"})
 _MOST_THREADS = 4  # that are named
-_COMPUTING = {
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "optimizer": "in the optimizer step",
-}
 
 _LET_IT_END = (
     "tell the thread to end before the script does, or make it one that does not count: Thread(…, daemon=True)",
@@ -48,7 +39,8 @@ _WITH_A_TIMEOUT = (
     "look at what the other threads do, or why none is left",
     "queue.get(timeout=…), future.result(timeout=…) and event.wait(timeout=…) turn the wait into an error",
 )
-_READ_CALLS = {"open": "to open", "openat": "to open", "read": "to read", "pread64": "to read", "readv": "to read"}
+_OPEN_CALLS = frozenset({"open", "openat"})
+_READ_CALLS = frozenset({"read", "pread64", "readv"})
 _FROM_ELSEWHERE = (
     "look at who should write what the named line reads: a pipe has no writer yet, or its writer writes nothing",
     "where it is a file: check its file system with df, mount, dmesg",
@@ -58,11 +50,10 @@ _LOCKED_FILE = (
     "find the process that holds the lock of this file: lslocks, or /proc/locks",
     "flock with LOCK_NB, or filelock's timeout=…, turn the wait into an error",
 )
-_WHILE_COMPILING = [
-    "nothing: the first step of a compiled model takes long; a cache that outlives the job makes the next start short"
-]
+_WHILE_COMPILING = (
+    "nothing: the first step of a compiled model takes long; a cache that outlives the job makes the next start short",
+)
 _CALM_S = 60.0
-_PLURALS = {"is": "are", "has": "have", "was": "were"}
 
 
 def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mapping[int, Wait]) -> list[Finding]:
@@ -89,7 +80,7 @@ def hang_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mappi
             return []
         cycle = find_cycle(waits, firm=False)
         return [cycle_finding(evidence, cycle, waits)] if cycle else [all_wait_finding(evidence, waits)]
-    return _merged([classify_stuck_rank(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
+    return _merged([_explained(evidence, rank, suspects[rank], waits) for rank in sorted(suspects)])
 
 
 def _idle_alone(evidence: Evidence, waits: Mapping[int, Wait]) -> dict[int, list[int]]:
@@ -113,33 +104,59 @@ def _is_starved(evidence: Evidence, number: int) -> bool:
     return stuck.busy and (stuck.cpu_share or 0.0) < BUSY_SHARE
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """What a rank that does not move is doing."""
+
+    code: str
+    title: str  # {who} is the subject, {is|are} a verb of it: ranks that are stuck alike share one title
+    frame: Frame | None
+    evidence: list[str]
+    fix: Sequence[str] = ()
+    cause: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def title_of(self, ranks: Sequence[int]) -> str:
+        verbs = re.sub(r"\{(\w+)\|(\w+)\}", r"\1" if len(ranks) == 1 else r"\2", self.title)
+        return verbs.replace("{who}", ranks_text(ranks))
+
+
 def classify_stuck_rank(evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]) -> Finding:
     """What a rank that does not move is doing, as a finding."""
+    return _explained(evidence, number, victims, waits)[1]
+
+
+def _explained(
+    evidence: Evidence, number: int, victims: Iterable[int], waits: Mapping[int, Wait]
+) -> tuple[Explanation, Finding]:
     rank = evidence.of(number)
     stuck = StuckRank(evidence, rank)
     waiting = sorted(set(victims) - {number})
     joining = any(w.kind == "init" and number in w.on for w in waits.values())
-    code, title, frame, facts, fix = _name(stuck, joining)
+    found = _explain(stuck, joining)
     quiet_since = rank.last_progress_t
-    return make_finding(
-        code,
-        title,
+    finding = make_finding(
+        found.code,
+        found.title_of([number]),
         ranks=[number],
         victims=waiting,
-        frame=frame,
+        frame=found.frame,
         evidence=[
-            *facts,
+            *found.evidence,
             *no_progress_text(evidence, number, quiet_since),
             *waiting_text(waits, waiting),
             *([_what_follows(stuck, waiting)] if waiting else []),
         ],
-        severity="error" if evidence.killed_as_hung else "info" if _is_calm(code, stuck) else "warning",
+        severity="error" if evidence.killed_as_hung else "info" if _is_calm(found.code, stuck) else "warning",
         step=rank.step,
         phase=stuck.phase,
-        fix=fix,
+        fix=found.fix,
         began=quiet_since,
         now=evidence.now,
+        cause=found.cause,
+        facts=found.facts,
     )
+    return found, finding
 
 
 def _is_calm(code: str, s: StuckRank) -> bool:
@@ -155,10 +172,7 @@ def _what_follows(s: StuckRank, waiting: Sequence[int]) -> str:
     return f"inferred: {ranks_text(waiting)} can go on when rank {s.rank.rank} does"
 
 
-Named = tuple[str, str, "Frame | None", list[str], list[str]]
-
-
-def _name(stuck: StuckRank, joining: bool) -> Named:
+def _explain(stuck: StuckRank, joining: bool) -> Explanation:
     """The first explanation that fits, from the most specific to the least."""
     return (
         _stopped(stuck)
@@ -181,54 +195,56 @@ def _name(stuck: StuckRank, joining: bool) -> Named:
     )
 
 
-def _stopped(s: StuckRank) -> Named | None:
+def _stopped(s: StuckRank) -> Explanation | None:
     if not s.stopped:
         return None
     fact = f"observed: the kernel says process {s.rank.pid} is stopped (state {s.state})"
     fix = [f"continue it: kill -CONT {s.rank.pid}", "find out who sent SIGSTOP: a debugger, a batch system, Ctrl-Z"]
-    return "MC209", f"rank {s.rank.rank} is stopped (SIGSTOP)", s.frame, [fact], fix
+    return Explanation("MC209", "{who} {is|are} stopped (SIGSTOP)", s.frame, [fact], fix)
 
 
-def _input(s: StuckRank) -> Named | None:
+def _input(s: StuckRank) -> Explanation | None:
     if not s.waits_for_input:
         return None
     facts = [f"observed: {_doing(s)}"]
     if s.in_debugger:
         facts.append("observed: its stack is inside the Python debugger, which waits for a command")
-    if s.sample is not None and s.sample.stdin:
-        facts.append(f"observed: its standard input is {s.sample.stdin}")
-    return "MC215", f"rank {s.rank.rank} waits for standard input", s.frame, facts, []
+    if s.sample is not None and s.sample.fd0:
+        facts.append(f"observed: its standard input is {s.sample.fd0}")
+    cause = "debugger" if s.in_debugger else "input"
+    return Explanation("MC215", "{who} {waits|wait} for standard input", s.frame, facts, cause=cause)
 
 
-def _dead_worker(s: StuckRank) -> Named | None:
+def _dead_worker(s: StuckRank) -> Explanation | None:
     if not s.in_loader or not s.dead_workers:
         return None
     pids = ", ".join(map(str, s.dead_workers))
     fact = f"observed: loader worker {pids} is no longer alive and rank {s.rank.rank} still waits for its batch"
-    return "MC216", f"a loader worker of rank {s.rank.rank} died", s.frame, [fact], []
+    return Explanation("MC216", "a loader worker of {who} died", s.frame, [fact])
 
 
-def _loader(s: StuckRank) -> Named | None:
+def _loader(s: StuckRank) -> Explanation | None:
     if not s.in_loader:
         return None
     workers = [(dump, frames.fetching_at(dump.main.frames)) for dump in s.worker_dumps() if dump.main is not None]
     stuck = next(((dump, frame) for dump, frame in workers if frame is not None), None)
-    facts = [f"observed: {_doing(s)}"]
-    if stuck is not None:
-        dump, frame = stuck
-        facts.append(f"observed: its loader worker {dump.pid} stands at {frame.site} in {frame.function}")
-        return "MC204", f"rank {s.rank.rank} is stuck in the data loader", frame, facts, []
-    return "MC204", f"rank {s.rank.rank} is stuck in the data loader", s.frame, facts, []
+    title, facts = "{who} {is|are} stuck in the data loader", [f"observed: {_doing(s)}"]
+    if stuck is None:
+        return Explanation("MC204", title, s.frame, facts, cause="rank")
+    dump, frame = stuck
+    facts.append(f"observed: its loader worker {dump.pid} stands at {frame.site} in {frame.function}")
+    return Explanation("MC204", title, frame, facts, cause="worker")
 
 
-def _network(s: StuckRank) -> Named | None:
+def _network(s: StuckRank) -> Explanation | None:
     package = s.network
     if package is None or s.busy:
         return None
-    return "MC214", f"rank {s.rank.rank} is stuck in a call to {package}", s.frame, [f"observed: {_doing(s)}"], []
+    title = f"{{who}} {{is|are}} stuck in a call to {package}"
+    return Explanation("MC214", title, s.frame, [f"observed: {_doing(s)}"])
 
 
-def _gil(s: StuckRank) -> Named | None:
+def _gil(s: StuckRank) -> Explanation | None:
     holder = s.gil_holder
     if holder is None:
         return None
@@ -240,10 +256,10 @@ def _gil(s: StuckRank) -> Named | None:
         + (f": {text}" if text else ""),
         "inferred: a call into C code keeps the GIL, so no other Python thread of this rank can run",
     ]
-    return "MC210", f"rank {s.rank.rank} holds the GIL in C code", frame, facts, []
+    return Explanation("MC210", "{who} {holds|hold} the GIL in C code", frame, facts)
 
 
-def _dead_thread(s: StuckRank) -> Named | None:
+def _dead_thread(s: StuckRank) -> Explanation | None:
     """MC222: it waits between threads, and one of its threads has died of an exception."""
     died = s.failed_threads
     if not died or s.main is None or not frames.waits_between_threads(s.main):
@@ -256,8 +272,8 @@ def _dead_thread(s: StuckRank) -> Named | None:
         f"observed: {_doing(s)}",
         f"inferred: the main thread waits for what thread {name} can no longer give",
     ]
-    title = f"rank {s.rank.rank} waits for its thread {name}, which died of {kind}{where}"
-    return "MC222", title, raised or s.frame, facts, []
+    title = f"{{who}} {{waits|wait}} for its thread {name}, which died of {kind}{where}"
+    return Explanation("MC222", title, raised or s.frame, facts, facts={"thread": name, "exception": kind})
 
 
 def _failed_threads(s: StuckRank) -> list[str]:
@@ -273,7 +289,7 @@ def _failed_threads(s: StuckRank) -> list[str]:
     return lines
 
 
-def _lock(s: StuckRank) -> Named | None:
+def _lock(s: StuckRank) -> Explanation | None:
     waiters = s.lock_waiters
     if not waiters:
         return None
@@ -290,15 +306,15 @@ def _lock(s: StuckRank) -> Named | None:
         facts.append(
             "inferred: these threads each hold what another one waits for; a plain lock does not record its owner"
         )
-        title = f"threads of rank {s.rank.rank} wait for each other's locks"
+        title, cause = "threads of {who} wait for each other's locks", "locks"
     else:
         facts.append("observed: no other thread of this process is about to release it")
         facts.append("inferred: the lock was taken by the same thread, or its owner ended without releasing it")
-        title = f"rank {s.rank.rank} waits for a lock that nobody releases"
-    return "MC211", title, waiters[0].user_frame or s.frame, facts, []
+        title, cause = "{who} {waits|wait} for a lock that nobody releases", "lock"
+    return Explanation("MC211", title, waiters[0].user_frame or s.frame, facts, cause=cause)
 
 
-def _other_thread(s: StuckRank) -> Named | None:
+def _other_thread(s: StuckRank) -> Explanation | None:
     """It waits for an item, an event or the end of another thread: what matters is where those threads stand."""
     if s.main is None or not (s.script_over or frames.waits_between_threads(s.main)):
         return None
@@ -312,29 +328,30 @@ def _other_thread(s: StuckRank) -> Named | None:
     if not others:
         facts.append("observed: none of its other threads runs a line of the script: who should end the wait is gone")
     if s.script_over:
-        title = f"the script of rank {s.rank.rank} is over, and a thread keeps it from ending"
-        return "MC211", title, others[0].user_frame if others else None, facts, list(_LET_IT_END)
-    title = f"rank {s.rank.rank} waits for another of its threads" + (f" at {s.frame.site}" if s.frame else "")
-    return "MC211", title, s.frame, facts, list(_WITH_A_TIMEOUT)
+        title = "the script of {who} is over, and a thread keeps it from ending"
+        frame = others[0].user_frame if others else None
+        return Explanation("MC211", title, frame, facts, _LET_IT_END, "script_over")
+    title = "{who} {waits|wait} for another of its threads" + (f" at {s.frame.site}" if s.frame else "")
+    return Explanation("MC211", title, s.frame, facts, _WITH_A_TIMEOUT, "thread")
 
 
-def _write(s: StuckRank) -> Named | None:
+def _write(s: StuckRank) -> Explanation | None:
     if not s.write_is_stuck or s.sample is None:
         return None
     target = f" on {s.sample.syscall_target}" if s.sample.syscall_target else ""
     call = s.sample.syscall or s.sample.wchan or f"state {s.state}"
     facts = [f"observed: {_doing(s)}", f"observed: the kernel has it wait in {call}{target}; no bytes move"]
-    return "MC213", f"rank {s.rank.rank} is stuck writing a file", s.frame, facts, []
+    return Explanation("MC213", "{who} {is|are} stuck writing a file", s.frame, facts)
 
 
-def _never_joined(s: StuckRank) -> Named:
+def _never_joined(s: StuckRank) -> Explanation:
     known = "it has left no black box yet" if not s.rank.header else _doing(s)
     fix = [f"look at {s.frame.site}: the rank is there, before init_process_group"] if s.frame is not None else []
     facts = [f"observed: {known}", "observed: it has not entered init_process_group"]
-    return "MC102", f"rank {s.rank.rank} never joined the process group", s.frame, facts, fix
+    return Explanation("MC102", "{who} never joined the process group", s.frame, facts, fix)
 
 
-def _spinning(s: StuckRank) -> Named | None:
+def _spinning(s: StuckRank) -> Explanation | None:
     frame = s.spinning
     if frame is None:
         return None
@@ -342,10 +359,11 @@ def _spinning(s: StuckRank) -> Named | None:
     if s.busy:
         share = f"uses {100 * s.cpu_share:.0f} % of a core" if s.cpu_share is not None else "is running"
     facts = [f"observed: the process {share} and stays in {frame.function}", f"observed: {_doing(s)}"]
-    return "MC212", f"rank {s.rank.rank} loops in {frame.function} without getting anywhere", frame, facts, []
+    title = f"{{who}} {{loops|loop}} in {frame.function} without getting anywhere"
+    return Explanation("MC212", title, frame, facts)
 
 
-def _at_work(s: StuckRank) -> Named | None:
+def _at_work(s: StuckRank) -> Explanation | None:
     """It writes no records but still makes progress. A rank that was ended as hung did not."""
     if s.evidence.killed_as_hung:
         return None
@@ -355,18 +373,16 @@ def _at_work(s: StuckRank) -> Named | None:
     if not sign:
         return None
     inside = f"at work in {s.frame.function}" if s.frame is not None and s.frame.function else "at work"
-    doing = _SLOW_BUT_FINE.get(s.phase) or ("loading data" if s.in_loader else inside)
+    doing = DOING[s.phase] if s.phase in _SLOW_BUT_FINE else "loading data" if s.in_loader else inside
     return _alive(s, doing, [f"observed: {sign}"])
 
 
-def _slow(s: StuckRank) -> Named | None:
-    doing = _SLOW_BUT_FINE.get(s.phase)
-    if doing is None and s.busy:
-        doing = _COMPUTING.get(s.phase)
-    return _alive(s, doing, []) if doing is not None else None
+def _slow(s: StuckRank) -> Explanation | None:
+    slow = s.phase in _SLOW_BUT_FINE or (s.busy and s.phase in _COMPUTING)
+    return _alive(s, DOING[s.phase], []) if slow else None
 
 
-def _works_on(s: StuckRank) -> Named | None:
+def _works_on(s: StuckRank) -> Explanation | None:
     """Its peers have finished and nobody waits for it: an export, an upload."""
     ends = [s.evidence.of(number).exit for number in s.evidence.all_ranks if number != s.rank.rank]
     if s.script_over or s.evidence.killed_as_hung or not ends or not all(end is not None and end.ok for end in ends):
@@ -374,54 +390,58 @@ def _works_on(s: StuckRank) -> Named | None:
     return _alive(s, "working on after its peers have finished", [f"observed: {_doing(s)}"])
 
 
-def _alive(s: StuckRank, doing: str, facts: Sequence[str]) -> Named:
+def _alive(s: StuckRank, doing: str, facts: Sequence[str]) -> Explanation:
     began = s.rank.innermost.time_ns / 1e9 if s.rank.innermost is not None else s.rank.last_progress_t
     spent = f"{max(0.0, s.evidence.now - began):.0f} s" if began is not None else "long"
-    said = f"rank {s.rank.rank} has been {doing} for {spent}"
-    fix = _WHILE_COMPILING if doing == "compiling" else []
+    fix = _WHILE_COMPILING if doing == "compiling" else ()
     share = [f"observed: it uses {100 * s.cpu_share:.0f} % of a core"] if s.cpu_share is not None else []
-    return "MC220", said, s.frame, [f"observed: {said}", *facts, *share], fix
+    seen = [f"observed: rank {s.rank.rank} has been {doing} for {spent}", *facts, *share]
+    return Explanation("MC220", f"{{who}} {{has|have}} been {doing} for {spent}", s.frame, seen, fix, "at_work")
 
 
-def _blocked_open(s: StuckRank) -> Named | None:
+def _blocked_open(s: StuckRank) -> Explanation | None:
     """The rank stays in an interruptible `open`, such as that of a pipe without a writer, in whatever phase."""
-    opens = s.sample is not None and _READ_CALLS.get(s.sample.syscall) == "to open" and s.state == "S"
+    opens = s.sample is not None and s.sample.syscall in _OPEN_CALLS and s.state == "S"
     return _user_code(s) if opens and not s.wakes else None
 
 
-def _user_code(s: StuckRank) -> Named:
+def _user_code(s: StuckRank) -> Explanation:
     where = f" at {s.frame.site}" if s.frame is not None else ""
-    facts = [f"observed: {_doing(s)}"]
+    facts: list[str] = [f"observed: {_doing(s)}"]
+    known: dict[str, Any] = {}
     if s.sample is not None:
         call = f", system call {s.sample.syscall}" if s.sample.syscall else ""
         facts.append(f"observed: process state {s.state or '?'}{call}")
-        children = [str(c.get("comm")) for c in s.sample.children if c.get("comm")]
-        if children:
-            facts.append(f"observed: it has child processes: {', '.join(sorted(set(children)))}")
+        if children := sorted({child.comm for child in s.sample.children if child.comm}):
+            facts.append(f"observed: it has child processes: {', '.join(children)}")
+            known["children"] = children
     facts += _failed_threads(s)
-    if s.evidence.killed_as_hung:
-        return "MC219", f"rank {s.rank.rank} is stuck{where}", s.frame, facts, []
-    if reading := _awaited_input(s):
-        facts.append(f"observed: it waits in the kernel {reading}")
-        fix = _LOCKED_FILE if s.sample is not None and s.sample.syscall in _LOCK_CALLS else _FROM_ELSEWHERE
-        return "MC219", f"rank {s.rank.rank} waits {reading}{where}", s.frame, facts, list(fix)
-    quiet = f"has made no progress for {s.quiet_s:.0f} s" if s.quiet_s is not None else "makes no progress"
-    return "MC219", f"rank {s.rank.rank} {quiet}{where}", s.frame, facts, []
+    if not s.evidence.killed_as_hung and (awaited := _awaited_input(s)) is not None:
+        cause, what, file = awaited
+        facts.append(f"observed: it waits in the kernel {what}")
+        fix = _LOCKED_FILE if cause == "file_lock" else _FROM_ELSEWHERE
+        known = {**known, "file": file}
+        return Explanation("MC219", f"{{who}} {{waits|wait}} {what}{where}", s.frame, facts, fix, cause, known)
+    quiet = "{is|are} stuck" if s.evidence.killed_as_hung else "{makes|make} no progress"
+    if s.quiet_s is not None and not s.evidence.killed_as_hung:
+        quiet = f"{{has|have}} made no progress for {s.quiet_s:.0f} s"
+    return Explanation("MC219", f"{{who}} {quiet}{where}", s.frame, facts, cause="own_code", facts=known)
 
 
-def _awaited_input(s: StuckRank) -> str:
-    """What it waits to read, if it is blocked in a system call that reads."""
-    call = s.sample.syscall if s.sample is not None else ""
-    if s.busy or s.sample is None or call not in _READ_CALLS | dict.fromkeys(_LOCK_CALLS):
-        return ""
-    target = s.sample.syscall_target
+def _awaited_input(s: StuckRank) -> tuple[str, str, str] | None:
+    """If it is blocked in a system call that reads: the finding's cause, what it waits for in words, and the file."""
+    if s.busy or s.sample is None:
+        return None
+    call, target = s.sample.syscall, s.sample.syscall_target
     if call in _LOCK_CALLS:
-        return f"for the lock of {target or 'a file'}"
-    kind = "a pipe" if target.startswith("pipe:") else "a socket" if target.startswith("socket:") else target
-    if _READ_CALLS[call] == "to open":
+        return "file_lock", f"for the lock of {target or 'a file'}", target
+    if call in _OPEN_CALLS:
         own = source_text(s.frame) if s.frame is not None else ""
-        return "to open a file for reading" if "open(" in own else "to open a file"
-    return f"for data while reading {kind or 'a file'}"
+        return "opening", "to open a file for reading" if "open(" in own else "to open a file", target
+    if call in _READ_CALLS:
+        kind = "a pipe" if target.startswith("pipe:") else "a socket" if target.startswith("socket:") else target
+        return "reading", f"for data while reading {kind or 'a file'}", kind
+    return None
 
 
 def _doing(s: StuckRank) -> str:
@@ -436,27 +456,15 @@ def _doing(s: StuckRank) -> str:
     return f"rank {s.rank.rank} is {phase}{place}"
 
 
-def _of_all(title: str, one: int, ranks: Sequence[int]) -> str:
-    """A title about one rank, said of several: "rank 1 has been saving" becomes "ranks 0 and 1 have been saving"."""
-    subject = f"rank {one} "
-    if not title.startswith(subject):
-        return title.replace(subject, f"{ranks_text(ranks)} ")
-    verb, _, rest = title.removeprefix(subject).partition(" ")
-    plural = _PLURALS.get(verb, verb.removesuffix("s") if verb.endswith("s") else verb)
-    return f"{ranks_text(ranks)} {plural} {rest}"
-
-
-def _merged(findings: list[Finding]) -> list[Finding]:
+def _merged(found: Iterable[tuple[Explanation, Finding]]) -> list[Finding]:
     """Ranks that are stuck in the same way at the same line are one finding."""
     merged: dict[tuple[str, str | None], Finding] = {}
-    for finding in findings:
-        key = (finding.code, finding.location)
-        held = merged.get(key)
-        if held is None:
-            merged[key] = finding
+    for explanation, finding in found:
+        held = merged.setdefault((finding.code, finding.location), finding)
+        if held is finding:
             continue
         held.ranks = sorted({*held.ranks, *finding.ranks})
         held.victims = sorted({*held.victims, *finding.victims} - set(held.ranks))
-        held.title = _of_all(finding.title, finding.ranks[0], held.ranks)
+        held.title = explanation.title_of(held.ranks)
         held.evidence += [line for line in finding.evidence if line not in held.evidence]
     return sorted(merged.values(), key=lambda f: (f.code == "MC220", -len(f.victims)))

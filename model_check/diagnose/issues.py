@@ -1,23 +1,36 @@
 """What every rank issued in every group: the collectives of the rings (and of the flight recorder) in order.
 
+A ring holds thousands of records and is examined every second or so, so every record is looked at once: kept are the
+newest, those of the start, everything still open, and a log of the collectives.
+
 Collectives of one group are matched by their sequence number. A rank that has not issued a number yet is behind, not
 wrong; numbers that a wrapped ring no longer holds are never compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections import deque
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from model_check.diagnose.evidence import P2P_OPS, Evidence, FlightEntry
+from model_check.diagnose.evidence import P2P_OPS, Evidence
 from model_check.diagnose.source import statement
-from model_check.record.ring import Crumb
+from model_check.record.flight import FlightEntry
+from model_check.record.ring import FLAG_NATIVE, Crumb, RingTail
 from model_check.record.stacks import Frame
 
 Key = tuple[str, str]  # (operation, call site)
 MessageKey = tuple[str, int, str]  # (send or recv, peer, group)
 _NONE_RETURNED: frozenset[int] = frozenset()
+_RECENT = 2048
+_EARLY = 512
+_ISSUES = 1024
+_EARLY_PHASES = frozenset({"import", "init", "hub", "tracker"})
+# The phases that give a collective its place within a step.
+_CONTEXT_PHASES = frozenset({"data", "forward", "backward", "optimizer", "step", "save", "load", "eval"})
 # Operations with one source or destination, which all ranks must name alike.
 ROOTED_OPS = frozenset(
     {"broadcast", "reduce", "gather", "scatter", "broadcast_object", "gather_object", "scatter_object"}
@@ -139,8 +152,107 @@ def is_issue(crumb: Crumb) -> bool:
         and crumb.event != "end"
         and crumb.phase != "p2p"
         and crumb.op not in P2P_OPS
-        and crumb.detail != "wait"
+        and not crumb.is_wait
     )
+
+
+class RankLog:
+    """What is known of one rank from its records so far."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.complete = True  # no record was overwritten before it was seen
+        self.issues: dict[str, dict[int, Issue]] = {}
+        self.returned: dict[str, set[int]] = {}
+        self.messages: dict[MessageKey, int] = {}
+        self._recent: deque[Crumb] = deque(maxlen=_RECENT)
+        self._early: list[Crumb] = []
+        self._open: dict[int, Crumb] = {}
+        self._context = ""
+        self._next_seq = 1
+        self.first_step_t: float | None = None  # None: no step yet, or the first one was lost
+
+    def feed(self, crumbs: Iterable[Crumb], root: str = "") -> None:
+        """Takes in new records; `root` is the folder that relative paths of the rank start from."""
+        for crumb in crumbs:
+            if crumb.seq > self._next_seq:
+                self.complete = False
+            self._next_seq = crumb.seq + 1
+            self._recent.append(crumb)
+            if self.first_step_t is None and self.complete and crumb.event == "point" and crumb.phase == "step":
+                self.first_step_t = crumb.time_ns / 1e9
+            if crumb.phase in _EARLY_PHASES and len(self._early) < _EARLY:
+                self._early.append(crumb)
+            if crumb.phase in _CONTEXT_PHASES:
+                self._context = f"{crumb.phase}:{crumb.event}"
+            if crumb.event == "begin":
+                self._open[crumb.seq] = crumb
+            elif crumb.event == "end":
+                self._close(crumb)
+            if is_issue(crumb):
+                self._issue(crumb, root)
+            elif crumb.phase == "p2p" and crumb.event != "end" and not crumb.is_wait:
+                key = (crumb.op, crumb.peer, crumb.group)
+                self.messages[key] = max(self.messages.get(key, 0), crumb.collective_seq)
+
+    def _close(self, crumb: Crumb) -> None:
+        begin = self._open.pop(crumb.span, None)
+        if begin is not None and is_issue(begin) and not crumb.raised:
+            self.returned[begin.group].add(begin.collective_seq)
+
+    def _issue(self, crumb: Crumb, root: str) -> None:
+        issues = self.issues.setdefault(crumb.group, {})
+        returned = self.returned.setdefault(crumb.group, set())
+        issues[crumb.collective_seq] = Issue(
+            rank=self.rank,
+            group=crumb.group,
+            seq=crumb.collective_seq,
+            op=crumb.op,
+            dtype=crumb.dtype,
+            shape=crumb.shape,
+            bytes=crumb.bytes,
+            frame=Frame(crumb.file, crumb.line, crumb.function, root=root) if crumb.file else None,
+            step=crumb.step,
+            t=crumb.time_ns / 1e9,
+            context=self._context,
+            native=bool(crumb.flags & FLAG_NATIVE),
+            peer=crumb.peer,
+            thread=crumb.thread,
+            reduction=crumb.reduction,
+            unit=crumb.unit,
+        )
+        if len(issues) > _ISSUES:
+            oldest = next(iter(issues))
+            del issues[oldest]
+            returned.discard(oldest)
+
+    def crumbs(self) -> tuple[Crumb, ...]:
+        """The records kept, oldest first."""
+        first = self._recent[0].seq if self._recent else 0
+        older = {c.seq: c for c in (*self._early, *self._open.values()) if c.seq < first}
+        return (*(older[seq] for seq in sorted(older)), *self._recent)
+
+
+class FollowedRing:
+    """One ring file; a rank that restarts begins a new log."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._tail = RingTail(path)
+        self._generation = 0
+        self._rank = rank
+        self.log = RankLog(rank)
+
+    def read(self) -> dict[str, Any]:
+        """Reads on, and returns the ring's header as it is now; empty where there is no ring."""
+        header = self._tail.header
+        if not header:
+            return {}
+        fresh = self._tail.poll()
+        if self._tail.generation != self._generation:
+            self._generation = self._tail.generation
+            self.log = RankLog(self._rank)
+        self.log.feed(fresh, str(header.get("cwd") or ""))
+        return header
 
 
 def group_tables(evidence: Evidence) -> list[GroupTable]:
@@ -166,10 +278,11 @@ def flight_tables(evidence: Evidence) -> list[GroupTable]:
     returned: dict[str, dict[int, set[int]]] = {}
     for rank in evidence.ranks.values():
         for entry in rank.flight:
-            groups.setdefault(entry.group, {}).setdefault(rank.rank, {})[entry.seq] = _from_flight(rank.rank, entry)
+            issue = _from_flight(rank.rank, entry)
+            groups.setdefault(entry.group, {}).setdefault(rank.rank, {})[issue.seq] = issue
             back = returned.setdefault(entry.group, {}).setdefault(rank.rank, set())
             if not entry.in_flight:
-                back.add(entry.seq)
+                back.add(issue.seq)
     return [
         GroupTable(f"process group {name}", tuple(sorted(issues)), issues, returned[name], frozenset())
         for name, issues in groups.items()
@@ -178,16 +291,15 @@ def flight_tables(evidence: Evidence) -> list[GroupTable]:
 
 
 def _from_flight(rank: int, entry: FlightEntry) -> Issue:
-    file, _, line = entry.site.rpartition(":")
     return Issue(
         rank=rank,
         group=entry.group,
-        seq=entry.seq,
+        seq=entry.collective_seq_id,
         # NCCL makes a barrier of an all_reduce, and its recorder shows that.
         op="all_reduce" if entry.op == "barrier" else entry.op,
         dtype=entry.dtypes[0] if entry.dtypes else "none",
-        shape=entry.shapes[0] if len(entry.shapes) == 1 else (),
+        shape=entry.input_sizes[0] if len(entry.input_sizes) == 1 else (),
         bytes=0,
-        frame=Frame(file, int(line), entry.function) if line.isdigit() else None,
+        frame=entry.user_frame,
         native=True,
     )

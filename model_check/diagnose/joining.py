@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile
-from typing import Any
 
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
@@ -16,6 +15,7 @@ from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.issues import is_issue
 from model_check.diagnose.waits import Wait, groups_made
 from model_check.record import Finding
+from model_check.record.events.process import Joining
 from model_check.record.ring import Crumb
 
 
@@ -37,11 +37,11 @@ def met_the_wrong_members(evidence: Evidence, bereft: Sequence[int], facts: Sequ
 
 def _world_sizes_differ(evidence: Evidence, waits: Mapping[int, Wait]) -> Finding | None:
     """Each rank waits for as many others as it was told there are."""
-    joins = {rank.rank: rank.happened("joining") for rank in evidence.ranks.values() if rank.alive}
+    joins = {rank.rank: rank.happened(Joining) for rank in evidence.ranks.values() if rank.alive}
     latest = max(map(len, joins.values()), default=0)
     # A rank that has joined less often takes no part, or comes later: it joins another world.
-    sizes = {rank: _size_asked_for(asked[-1]) for rank, asked in joins.items() if asked and len(asked) == latest}
-    sizes = {rank: size for rank, size in sizes.items() if size > 0}
+    newest = {rank: asked[-1].world_size for rank, asked in joins.items() if asked and len(asked) == latest}
+    sizes = {rank: size for rank, size in newest.items() if size}
     if len(set(sizes.values())) < 2 or not any(wait.kind == "init" for wait in waits.values()):
         return None
     odd = _odd_ones(sizes)
@@ -67,11 +67,6 @@ def _world_sizes_differ(evidence: Evidence, waits: Mapping[int, Wait]) -> Findin
         began=max(wait.since for wait in waits.values()),
         now=evidence.now,
     )
-
-
-def _size_asked_for(asked: Mapping[str, Any]) -> int:
-    size = asked.get("world_size")
-    return size if isinstance(size, int) else 0
 
 
 def _groups_in_another_order(
@@ -142,6 +137,8 @@ def _another_order(
         ),
         began=max(crumb.time_ns / 1e9 for crumb in calls.values()),
         now=evidence.now,
+        cause="groups",
+        facts={"groups": {str(rank): members[rank] for rank in sorted(members)}},
     )
 
 

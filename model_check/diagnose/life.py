@@ -5,16 +5,15 @@ A loop over the same few lines that may run forever is not a sign of life, howev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from model_check.diagnose.evidence import NEWEST_RECORDS, POLLING_PHASES, WAIT_PHASES, ProcSample
+from model_check.diagnose.evidence import NEWEST_RECORDS, POLLING_PHASES, WAIT_PHASES
 from model_check.diagnose.frames import fetching_at
 from model_check.diagnose.source import Loop, enclosing_loop
 from model_check.diagnose.stuck_rank import BUSY_SHARE, POLLS_PER_S, SHARED_CORE, StuckRank
+from model_check.record.process_sample import ProcessSample
 from model_check.record.ring import Crumb
 from model_check.record.stacks import Frame, ThreadStack
-from model_check.record.values import whole
 
 _FEW_LINES = 3  # a loop that only waits is seen at no more places than this
 _MOVED_BYTES = 1 << 20
@@ -56,16 +55,16 @@ def _newest_progress(s: StuckRank) -> Crumb | None:
 def _is_progress(crumb: Crumb) -> bool:
     if crumb.phase not in WAIT_PHASES:
         return True
-    return crumb.phase not in POLLING_PHASES and crumb.event == "end" and not crumb.detail.startswith("raised")
+    return crumb.phase not in POLLING_PHASES and crumb.event == "end" and not crumb.raised
 
 
 def _workers_get_on(s: StuckRank) -> str:
     """Says that every loader worker with a batch to fetch makes progress; empty if one does not."""
     said = []
     for pid, looks in s.worker_looks().items():
-        children = list(_of_child(s.recent_samples, pid))
+        children = [(sample.t, child) for sample in s.recent_samples for child in sample.children if child.pid == pid]
         cpu, wakes, moved = _rates(children)
-        runnable = sum(child.get("state") == "R" for _, child in children) > len(children) / 2
+        runnable = sum(child.state == "R" for _, child in children) > len(children) / 2
         busy = cpu >= BUSY_SHARE or (runnable and cpu >= SHARED_CORE)
         working = [thread for thread in looks if fetching_at(thread.frames)]
         if not working:
@@ -79,19 +78,13 @@ def _workers_get_on(s: StuckRank) -> str:
     return "; ".join(said)
 
 
-def _of_child(samples: Sequence[ProcSample], pid: int) -> Iterator[tuple[float, Mapping[str, Any]]]:
-    for sample in samples:
-        yield from ((sample.t, child) for child in sample.children if child.get("pid") == pid)
-
-
-def _rates(seen: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[float, float, int]:
+def _rates(seen: Sequence[tuple[float, ProcessSample]]) -> tuple[float, float, int]:
     """CPU seconds per second, wake-ups per second, and bytes moved."""
     if len(seen) < 2 or seen[-1][0] - seen[0][0] < 0.3:
         return 0.0, 0.0, 0
     (begun, first), (ended, last) = seen[0], seen[-1]
-    cpu = (float(last.get("cpu_s") or 0) - float(first.get("cpu_s") or 0)) / (ended - begun)
-    woken = (whole(last.get("switches")) - whole(first.get("switches"))) / (ended - begun)
-    return cpu, woken, whole(last.get("io_bytes")) - whole(first.get("io_bytes"))
+    woken = (last.switches or 0) - (first.switches or 0)
+    return (last.cpu_s - first.cpu_s) / (ended - begun), woken / (ended - begun), last.io_bytes - first.io_bytes
 
 
 def _gets_on(looks: Sequence[ThreadStack], busy: bool, wakes: bool, loop_of: LoopOf) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from model_check.diagnose.branches import rank_branch
 from model_check.diagnose.collectives import Divergence, Matcher, find_divergence, ranks_text
@@ -19,6 +21,7 @@ _OWN_GROUPS = "give each thread a process group of its own: dist.new_group(), ma
 _SAME_MODULES = "run the same modules, forward and backward, on all ranks: DDP or FSDP starts a collective for each"
 _UNUSED = "where a parameter may get no gradient on a rank: DistributedDataParallel(…, find_unused_parameters=True)"
 _IN_STEP = frozenset({"forward", "backward", "data", "collective"})  # phases of the call that an exception interrupted
+_DIFFERS = {"shape": "shape", "dtype": "dtype", "root": "root", "reduction": "reduction", "crossed": "unit"}
 _SHORT = {
     "op": "MC201",
     "root": "MC221",
@@ -53,13 +56,15 @@ def _finding(evidence: Evidence, divergence: Divergence) -> Finding:
         )
     short = short_of_data(evidence, divergence.calls, divergence.calls) if _calls_differ(divergence) else []
     if short:
-        return uneven_finding(evidence, short, set(divergence.calls) - set(short), _calls(divergence))
+        found = uneven_finding(evidence, short, set(divergence.calls) - set(short), _calls(divergence))
+        return replace(found, facts={**found.facts, **_operations(divergence, short)})
     frames = {rank: issue.frame for rank, issue in divergence.calls.items() if issue.frame is not None}
     early = left_their_loop(evidence, frames) if _calls_differ(divergence) else []
     if (unseen := _skipped_by_a_handler(evidence, divergence, early or divergence.guilty)) is not None:
         return unseen
     if early:
-        return uneven_steps_finding(evidence, early, set(divergence.calls) - set(early), _calls(divergence))
+        found = uneven_steps_finding(evidence, early, set(divergence.calls) - set(early), _calls(divergence))
+        return replace(found, facts={**found.facts, **_operations(divergence, early)})
     return _plain(evidence, divergence)
 
 
@@ -90,7 +95,7 @@ def _plain(evidence: Evidence, divergence: Divergence) -> Finding:
     first = divergence.first_call()
     everybody = sorted(set(divergence.table.members) | set(calls))
     facts = [*_calls(divergence), *threads]
-    facts += [f"inferred: {divergence.blame}"] if divergence.blame else []
+    facts += [f"inferred: {divergence.blame.why}"] if divergence.blame.why else []
     if not guilty:
         facts.append("inferred: nothing in the history says which of these ranks is the wrong one, so none is blamed")
     facts.append(_consequence(divergence))
@@ -109,7 +114,26 @@ def _plain(evidence: Evidence, divergence: Divergence) -> Finding:
         fix=(_OWN_GROUPS,) if threads else _fix(divergence, code),
         began=max(issue.t for issue in calls.values()) or None,
         now=evidence.now,
+        cause="threads" if threads else divergence.blame.by or "undecided",
+        facts=_call_facts(divergence),
     )
+
+
+def _operations(divergence: Divergence, ranks: Sequence[int]) -> dict[str, Any]:
+    """What the first of these ranks called, and the first of the others."""
+    others = [rank for rank in sorted(divergence.calls) if rank not in ranks]
+    return {"op": divergence.calls[min(ranks)].op, "peers_op": divergence.calls[others[0] if others else min(ranks)].op}
+
+
+def _call_facts(divergence: Divergence) -> dict[str, Any]:
+    """What the named ranks called and what their peers called, with what the two differ in."""
+    own, peers = divergence.first_call(), divergence.peers_call()
+    facts = _operations(divergence, divergence.guilty or (own.rank,))
+    if (name := _DIFFERS.get(divergence.kind)) is not None:
+        for key, call in ((name, own), (f"peers_{name}", peers)):
+            value = getattr(call, name)
+            facts[key] = list(value) if isinstance(value, tuple) else value
+    return facts | ({"condition": divergence.blame.condition} if divergence.blame.condition else {})
 
 
 def _fix(divergence: Divergence, code: str) -> tuple[str, ...]:
@@ -145,10 +169,10 @@ def _title(divergence: Divergence, code: str) -> str:
     first = divergence.first_call()
     who = ranks_text(divergence.guilty or divergence.calls)
     one = len(divergence.guilty or divergence.calls) == 1
-    others = next((i for r, i in sorted(divergence.calls.items()) if r not in divergence.guilty), first)
+    others = divergence.peers_call()
     if divergence.kind == "root":
         return f"{_roots_used(divergence)} in one {first.op}"
-    if not divergence.decided:
+    if not divergence.guilty:
         kinds = {"shape": "sizes", "dtype": "dtypes", "reduction": "reductions", "crossed": "crossed order"}
         return f"{who} called different {kinds.get(divergence.kind, 'collectives')} at the same place in their order"
     if code == "MC206":

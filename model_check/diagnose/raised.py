@@ -60,7 +60,7 @@ def _left_in_the_ring(evidence: Evidence, rank: int, before: float) -> CaughtExc
     """A recorded call that ended with an exception, after which the rank went on: its handler may still be running."""
 
     def raised(of: RankEvidence) -> list[Crumb]:
-        return [c for c in of.crumbs if c.event == "end" and c.detail.startswith("raised ") and c.phase in _STEP_PHASES]
+        return [c for c in of.crumbs if c.event == "end" and c.raised and c.phase in _STEP_PHASES]
 
     own = [c for c in raised(evidence.of(rank)) if not before or c.time_ns / 1e9 <= before]
     others = [len(raised(r)) for r in evidence.ranks.values() if r.rank != rank]
@@ -70,7 +70,7 @@ def _left_in_the_ring(evidence: Evidence, rank: int, before: float) -> CaughtExc
     begin = next((c for c in evidence.of(rank).crumbs if c.seq == own[-1].span), None)
     return CaughtException(
         t=own[-1].time_ns / 1e9,
-        type=own[-1].detail.removeprefix("raised "),
+        type=own[-1].raised,
         message=f"left a call of phase {own[-1].phase}",
         user_frame=frame_of(begin) if begin is not None and begin.file else None,
     )

@@ -17,22 +17,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
-from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence
-from model_check.diagnose.flight import read_flight
-from model_check.diagnose.following import FollowedRing
-from model_check.diagnose.metrics import read_metrics, vocabulary_of
+from model_check.diagnose.evidence import Evidence, RankEvidence
+from model_check.diagnose.issues import FollowedRing
 from model_check.record import RunDir, read_json
 from model_check.record.cgroups import usable_cores
-from model_check.record.events import Event, read_event
+from model_check.record.environment import Environment
+from model_check.record.events import Event, UnknownEvent, read_event
 from model_check.record.events.crashes import Exit
 from model_check.record.events.job import RankExit, RankStarted
-from model_check.record.events.process import JobStarted
+from model_check.record.events.process import JobStarted, Samples
 from model_check.record.files import open_regular, read_tail
+from model_check.record.flight import read_flight
+from model_check.record.metrics import read_metrics
+from model_check.record.process_sample import RankSample
+from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
-from model_check.record.values import objects, seconds, whole
+from model_check.record.typed import from_json
+from model_check.record.values import whole
 
+T = TypeVar("T")
 _RANK_FILE = re.compile(r"rank-(\d+)")
 _ROUND = re.compile(r"\.(\d+)\.")
 _LONGEST_LINE_BYTES = 16 << 20  # a record of ours is a few kilobytes
@@ -49,14 +54,13 @@ class JsonlTail:
     """The records of a growing file. Reads only what is new; an incomplete last line waits for its end.
 
     It keeps the first and the newest records of each kind, so a week costs no more than an hour. `fresh` holds the
-    records of the last update.
+    events of the last update.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: list[dict[str, Any]] = []
-        self.events: list[Event] = []  # the same, typed
-        self.fresh: list[dict[str, Any]] = []
+        self.events: list[Event] = []
+        self.fresh: list[Event] = []
         self._held: Counter[str] = Counter()
         self._offset = 0
         self._damaged_lines = 0
@@ -99,10 +103,10 @@ class JsonlTail:
             self._damaged_lines += 1
             return
         if isinstance(record, dict):
-            self.fresh.append(record)
-            self.records.append(record)
-            self.events.append(read_event(record))
-            kind = str(record.get("event"))
+            event = read_event(record)
+            self.fresh.append(event)
+            self.events.append(event)
+            kind = _kind_of(event)
             self._held[kind] += 1
             if self._held[kind] > 2 * sum(_KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))):
                 self._forget(kind)
@@ -110,11 +114,14 @@ class JsonlTail:
     def _forget(self, kind: str) -> None:
         """Drops the middle records of one kind; as many again may arrive before the next time."""
         first, newest = _KEPT_OF.get(kind, (_KEPT_FIRST, _KEPT_NEWEST))
-        of_kind = [n for n, record in enumerate(self.records) if str(record.get("event")) == kind]
+        of_kind = [n for n, event in enumerate(self.events) if _kind_of(event) == kind]
         dropped = set(of_kind[first:-newest])
-        self.records = [record for n, record in enumerate(self.records) if n not in dropped]
         self.events = [event for n, event in enumerate(self.events) if n not in dropped]
         self._held[kind] = first + newest
+
+
+def _kind_of(event: Event) -> str:
+    return event.name if isinstance(event, UnknownEvent) else event.kind
 
 
 @dataclass(frozen=True)
@@ -138,10 +145,9 @@ def is_rank(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_RANKS
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; empty where there is none, or another thing."""
-    body = read_json(path)
-    return body if isinstance(body, dict) else {}
+def _read_as(kind: type[T], path: Path) -> T:
+    """A JSON file as a dataclass; all defaults if there is no such file."""
+    return from_json(kind, read_json(path))
 
 
 def read_fault_text(text: str) -> tuple[Frame, ...]:
@@ -156,34 +162,13 @@ def read_fault_text(text: str) -> tuple[Frame, ...]:
     return tuple(Frame(m["file"], int(m["line"]), m["function"].strip()) for m in FRAME_LINE.finditer(body))
 
 
-def _sample(t: float, body: Mapping[str, Any]) -> ProcSample:
-    return ProcSample(
-        t=t,
-        pid=whole(body.get("pid")),
-        state=str(body.get("state") or ""),
-        cpu_s=seconds(body, "cpu_s"),
-        rss=whole(body.get("rss")),
-        threads=whole(body.get("threads")),
-        wchan=str(body.get("wchan") or ""),
-        syscall=str(body.get("syscall") or ""),
-        stdin=str(body.get("fd0") or ""),
-        syscall_target=str(body.get("syscall_target") or ""),
-        io_bytes=whole(body.get("io_bytes")),
-        switches=whole(body["switches"]) if body.get("switches") is not None else None,
-        rss_file=whole(body.get("rss_file")),
-        children=tuple(objects(body.get("children"))),
-    )
-
-
-def take_samples(supervisor: Iterable[Mapping[str, Any]], found: dict[int, deque[ProcSample]]) -> None:
-    """Adds the samples in these records to each rank's newest samples."""
-    for record in supervisor:
-        if record.get("event") != "sample" or not isinstance(record.get("ranks"), dict):
-            continue
-        for number, body in record["ranks"].items():
-            if str(number).isdecimal() and len(number) < 10 and is_rank(int(number)) and isinstance(body, dict):
-                samples = found.setdefault(int(number), deque(maxlen=_KEPT_SAMPLES))
-                samples.append(_sample(seconds(record), body))
+def _take_samples(journal: Iterable[Event], found: dict[int, deque[RankSample]]) -> None:
+    """Adds the samples in these events to each rank's newest samples."""
+    for event in journal:
+        for rank, sample in event.ranks.items() if isinstance(event, Samples) else ():
+            if is_rank(rank):
+                samples = found.setdefault(rank, deque(maxlen=_KEPT_SAMPLES))
+                samples.append(replace(sample, t=sample.t or event.t))
 
 
 class Reader:
@@ -192,7 +177,7 @@ class Reader:
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
         self._supervisor = JsonlTail(run_dir.supervisor_events)
-        self._samples: dict[int, deque[ProcSample]] = {}
+        self._samples: dict[int, deque[RankSample]] = {}
         self._events: dict[int, JsonlTail] = {}
         self._rings: dict[int, FollowedRing] = {}
         self._dumps: dict[Path, tuple[float, Any]] = {}
@@ -200,9 +185,8 @@ class Reader:
 
     def read(self, *, live: bool, now: float | None = None) -> Evidence:
         damage = self._supervisor.update()
-        supervisor = self._supervisor.records
         exits, starts = _exits_and_starts(self._supervisor.events)
-        take_samples(self._supervisor.fresh, self._samples)
+        _take_samples(self._supervisor.fresh, self._samples)
         samples = self._samples
         numbers = self._rank_numbers() | set(exits) | set(starts) | set(samples)
         live_now = time.monotonic() if now is None else now
@@ -211,21 +195,20 @@ class Reader:
             n: self._read_rank(n, exits.get(n), starts.get(n), samples.get(n, ()), damage, believed_before)
             for n in sorted(numbers)
         }
-        environment = self._cached(self.run_dir.environment, _read_object)
+        machine = self._cached(self.run_dir.environment, partial(_read_as, Environment))
         evidence = Evidence(
             world_size=_world_size(self._supervisor.events, ranks),
             ranks=ranks,
-            supervisor=tuple(supervisor),
             journal=tuple(self._supervisor.events),
             now=now if now is not None else time.monotonic() if live else _last_time(self._supervisor.events, ranks),
             live=live,
-            cores=_cores(environment) or (usable_cores() if live else None),
-            host_memory=_host_memory(environment),
+            cores=machine.cores or machine.cpu_count or (usable_cores() if live else None),
+            host_memory=machine.memory_available_bytes,
             damage=tuple(damage),
             metrics=self._cached(self.run_dir.metrics, read_metrics),
-            vocabulary=self._cached(self.run_dir.config, lambda path: vocabulary_of(read_json(path))),
+            vocabulary=self._cached(self.run_dir.config, lambda path: _vocabulary(read_json(path))),
             ours=self.run_dir.config.exists(),
-            plan=self._cached(self.run_dir.plan, _read_object),
+            plan=self._cached(self.run_dir.plan, partial(_read_as, RunPlan)),
         )
         self._dumps = {path: held for path, held in self._dumps.items() if path in self._in_use}
         self._in_use.clear()
@@ -245,7 +228,7 @@ class Reader:
         rank: int,
         exit: RankExit | None,
         started: float | None,
-        samples: Iterable[ProcSample],
+        samples: Iterable[RankSample],
         damage: list[str],
         believed_before: float,
     ) -> RankEvidence:
@@ -260,9 +243,7 @@ class Reader:
         began = whole(header.get("start_monotonic_ns")) / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
-        earlier = [_of_earlier_life(e, whole(header.get("pid")), began) for e in tail.events]
-        events = tuple(e for e, old in zip(tail.records, earlier, strict=True) if not old)
-        told = tuple(e for e, old in zip(tail.events, earlier, strict=True) if not old)
+        told = tuple(e for e in tail.events if not _of_earlier_life(e, whole(header.get("pid")), began))
         if exit is not None and exit.t < began and exit.pid != header.get("pid"):
             exit = None  # of an earlier life: a rank that no launcher of ours started says of none that it began
         announced = _announced_exit(told, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
@@ -280,7 +261,6 @@ class Reader:
             messages=log.messages,
             complete=log.complete,
             first_step_t=log.first_step_t,
-            events=events,
             told=told,
             stacks=tuple(sorted(dumps, key=lambda dump: dump.t)),
             samples=tuple(samples),
@@ -357,6 +337,13 @@ def _announced_exit(told: Iterable[Event], rank: int, pid: int, believed_before:
     return None
 
 
+def _vocabulary(config: Any) -> int | None:
+    """The number of tokens that the model of config.json chooses from; None where it is not a run of our own."""
+    value = config.get("model", {}).get("vocab_size") if isinstance(config, dict) else None
+    value = value.get("value") if isinstance(value, dict) else value
+    return value if isinstance(value, int) and value > 1 else None
+
+
 def _world_size(journal: Iterable[Event], ranks: Mapping[int, RankEvidence]) -> int:
     said = [event.nproc for event in journal if isinstance(event, JobStarted) and is_rank(event.nproc)]
     headers = [int(r.header["world_size"]) for r in ranks.values() if is_rank(r.header.get("world_size"))]
@@ -368,18 +355,3 @@ def _last_time(journal: Iterable[Event], ranks: Mapping[int, RankEvidence]) -> f
     times += [r.last_progress_t for r in ranks.values() if r.last_progress_t is not None]
     times += [event.t for r in ranks.values() for event in r.told]
     return max(times, default=0.0)
-
-
-def _cores(environment: Any) -> int | None:
-    if isinstance(environment, dict):
-        # Records of earlier versions hold only the cores of the host, not the cores granted to a container.
-        for key in ("cores", "cpu_count"):
-            if isinstance(environment.get(key), int):
-                return int(environment[key])
-    return None
-
-
-def _host_memory(environment: Mapping[str, Any]) -> int | None:
-    """What the host had to give when the job began."""
-    size = environment.get("memory_available_bytes")
-    return size if isinstance(size, int) else None

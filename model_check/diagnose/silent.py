@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from model_check.diagnose.catalogue import CATALOGUE
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence
 from model_check.diagnose.findings import make_finding
 from model_check.record import Finding
-from model_check.record.values import whole
+from model_check.record.events.numerics import BatchSums, GradientsDiffer, ParameterSums, TokenRange
 
 SAME_BATCHES = 3  # in a row from the first on; once or twice may be chance, or a warmup
 _SHOWN_RANKS = 8
@@ -36,7 +35,7 @@ class _Sums:
 
 def drift_findings(evidence: Evidence) -> list[Finding]:
     """The first step at which replicas were seen to differ."""
-    checks = _sums(evidence, "param_hash")
+    checks = _sums(evidence, ParameterSums)
     for number, check in enumerate(checks):
         differing = [name for name, sums in check.by_name.items() if len(set(sums.values())) > 1]
         if differing:
@@ -44,31 +43,23 @@ def drift_findings(evidence: Evidence) -> list[Finding]:
     return []
 
 
-def _sums(evidence: Evidence, event: str) -> list[_Sums]:
+def _sums(evidence: Evidence, kind: type[ParameterSums] | type[BatchSums]) -> list[_Sums]:
     """By step, the oldest first; a name only where every rank of the group has written it."""
-    written: dict[tuple[int, tuple[int, ...]], dict[int, dict[str, Any]]] = {}
+    written: dict[tuple[int, tuple[int, ...]], dict[int, dict[str, int]]] = {}
     latest: dict[tuple[int, tuple[int, ...]], float] = {}
     for rank in evidence.ranks.values():
-        for record in rank.happened(event):
-            group, hashes, t = record.get("group"), record.get("hashes"), record.get("t")
-            if not isinstance(group, list) or not isinstance(hashes, dict):
-                continue
-            key = (whole(record.get("step")), tuple(sorted(whole(member) for member in group)))
-            written.setdefault(key, {}).setdefault(rank.rank, {}).update(hashes)
-            latest[key] = max(latest.get(key, 0.0), float(t) if isinstance(t, (int, float)) else 0.0)
+        for event in rank.happened(kind):
+            key = event.step, tuple(sorted(event.group))
+            written.setdefault(key, {}).setdefault(rank.rank, {}).update(event.hashes)
+            latest[key] = max(latest.get(key, 0.0), event.t)
     found = []
     for (step, group), by_rank in sorted(written.items()):
         if len(group) < 2 or not set(group) <= set(by_rank):
             continue
         names = [name for name in by_rank[group[0]] if all(name in by_rank[member] for member in group)]
-        by_name = {name: {member: whole_sum(by_rank[member][name]) for member in group} for name in names}
+        by_name = {name: {member: by_rank[member][name] for member in group} for name in names}
         found.append(_Sums(step, group, by_name, latest[step, group]))
     return found
-
-
-def whole_sum(value: Any) -> int:
-    """A sum over bits uses all 64 of them, so it is no measure to be checked for its size."""
-    return value if isinstance(value, int) else 0
 
 
 def _drift_finding(evidence: Evidence, check: _Sums, differing: Sequence[str], before: Sequence[_Sums]) -> Finding:
@@ -76,6 +67,7 @@ def _drift_finding(evidence: Evidence, check: _Sums, differing: Sequence[str], b
     odd = _odd_ones(check.by_name[name])
     guilty = odd or check.group
     alike = [earlier.step for earlier in before if earlier.group == check.group and _same(earlier, name)]
+    cause = "changed" if alike else "from_the_start" if check.step == 0 or not before else None
     lines = [
         f"observed: at step {check.step} {_by_rank(check.by_name[name])} of the bits of {name}",
         f"observed: {len(differing)} of {len(check.by_name)} parameters compared at this step differ",
@@ -104,6 +96,13 @@ def _drift_finding(evidence: Evidence, check: _Sums, differing: Sequence[str], b
         tensor=name,
         began=check.t,
         now=evidence.now,
+        cause=cause,
+        facts={
+            "majority": bool(odd),
+            "differing": len(differing),
+            "compared": len(check.by_name),
+            **({"last_alike": alike[-1]} if alike else {}),
+        },
     )
 
 
@@ -129,33 +128,32 @@ def _by_rank(sums: Mapping[int, int]) -> str:
 
 def wrong_gradient_findings(evidence: Evidence) -> list[Finding]:
     """The first check in which replicas came to different gradients; every rank wrote the same about it."""
-    told = [(rank.rank, record) for rank in evidence.ranks.values() for record in rank.happened("gradients_differ")]
+    told = [(rank.rank, event) for rank in evidence.ranks.values() for event in rank.happened(GradientsDiffer)]
     if not told:
         return []
-    _, first = min(told, key=lambda item: (whole(item[1].get("step")), item[0]))
-    step, name = whole(first.get("step")), str(first.get("parameter") or "")
-    ranks = sorted({whole(rank) for rank in first.get("ranks") or () if whole(rank) in evidence.ranks})
-    by, t = first.get("by"), first.get("t")
-    how_far = f"by {by:.2g} of its norm" if isinstance(by, (int, float)) else "without bounds"
-    devices = {rank: str(record.get("device") or "") for rank, record in told}
+    _, first = min(told, key=lambda item: (item[1].step, item[0]))
+    step, name = first.step, first.parameter
+    ranks = sorted({rank for rank in first.ranks if rank in evidence.ranks})
+    how_far = f"by {first.by:.2g} of its norm" if first.by is not None else "without bounds"
+    devices = {rank: event.device for rank, event in told if event.device}
     lines = [f"observed: after step {step} the gradient of {name} differs {how_far}, for one and the same micro-batch"]
-    lines += [f"observed: rank {rank} computes on {devices[rank]}" for rank in ranks if devices.get(rank)]
-    alone = bool(first.get("alone"))
-    if not alone:
+    lines += [f"observed: rank {rank} computes on {devices[rank]}" for rank in ranks if rank in devices]
+    if not first.alone:
         lines.append("inferred: no majority agrees, so nobody can say which of them is right")
     return [
         make_finding(
             "MC411",
             f"{ranks_text(ranks)} {'computes' if len(ranks) == 1 else 'compute'} "
-            f"{'wrong' if alone else 'different'} gradients for {name}",
+            f"{'wrong' if first.alone else 'different'} gradients for {name}",
             ranks=ranks,
             victims=[rank for rank in evidence.ranks if rank not in ranks],
             evidence=lines,
             severity="warning",
             step=step,
             tensor=name,
-            began=float(t) if isinstance(t, (int, float)) else None,
+            began=first.t,
             now=evidence.now,
+            facts={"majority": first.alone, "by": first.by, "devices": {rank: devices.get(rank, "") for rank in ranks}},
         )
     ]
 
@@ -163,7 +161,7 @@ def wrong_gradient_findings(evidence: Evidence) -> list[Finding]:
 def same_batch_findings(evidence: Evidence) -> list[Finding]:
     """Replicas that are all given the same inputs, from their first steps on."""
     found = []
-    checks = _sums(evidence, "batch_hash")
+    checks = _sums(evidence, BatchSums)
     for group in sorted({check.group for check in checks}):
         steps = [check for check in checks if check.group == group]
         alike = [check for check in steps if _one_batch(check)]
@@ -195,6 +193,7 @@ def _same_batch_finding(evidence: Evidence, group: tuple[int, ...], alike: Seque
         phase="data",
         began=alike[SAME_BATCHES - 1].t,
         now=evidence.now,
+        facts={"steps": len(alike)},
     )
 
 
@@ -214,18 +213,19 @@ def name_token_ids(evidence: Evidence, findings: Iterable[Finding]) -> list[Find
 def _with_token(evidence: Evidence, finding: Finding) -> Finding:
     if finding.code not in ("MC301", "MC311"):
         return finding
-    said = [(rank, record) for rank in finding.ranks for record in evidence.of(rank).happened("token_range")]
+    said = [(rank, event) for rank in finding.ranks for event in evidence.of(rank).happened(TokenRange)]
     if not said:
         return finding
-    rank, record = said[-1]
-    largest, rows = whole(record.get("largest")), whole(record.get("rows"))
-    where = record.get("module") or "the embedding"
-    line = f"observed: rank {rank} was given token id {largest}, and {where} has {rows} rows"
+    rank, event = said[-1]
+    largest, rows = event.largest, event.rows
+    line = f"observed: rank {rank} was given token id {largest}, and {event.module or 'the embedding'} has {rows} rows"
     return replace(
         finding,
         code="MC902",
         title=f"rank {rank} was given token id {largest}, outside a vocabulary of {rows}",
-        tensor=str(record.get("module") or "") or finding.tensor,
+        tensor=event.module or finding.tensor,
         evidence=[line, *finding.evidence],
         fix=list(CATALOGUE["MC902"].fix),
+        cause=None,
+        facts={"token": largest, "rows": rows, "module": event.module},
     )

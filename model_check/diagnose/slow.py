@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from model_check.diagnose.bursts import burst_finding
 from model_check.diagnose.evidence import (
     P2P_OPS,
     WAIT_PHASES,
     Evidence,
-    ProcSample,
     RankEvidence,
     frame_of,
 )
 from model_check.diagnose.findings import make_finding
 from model_check.record import Finding
+from model_check.record.events.memory import Growth
+from model_check.record.events.process import LoaderWorker, Samples, Threads
+from model_check.record.process_sample import RankSample
 from model_check.record.ring import Crumb
 from model_check.record.stacks import Frame
 from model_check.record.stalls import stall_after_s
-from model_check.record.values import whole
 
-NEWEST = 40  # newest steps to look at
-NEWEST_BURSTS = 100  # the same, for a rank that is slow now and then
+NEWEST = 100  # newest steps to look at, for a rank that is slow now and then
+NEWEST_STRAGGLER = 20
+NEWEST_DATA = 40
 STRAGGLER_RATIO = 1.5
 STRAGGLER_STEPS = 5
 STRAGGLER_SHARE = 0.2
@@ -79,14 +80,18 @@ class StepTimes:
 def slow_findings(evidence: Evidence) -> list[Finding]:
     times = {rank.rank: step_times(rank) for rank in evidence.ranks.values()}
     times = {rank: steps for rank, steps in times.items() if len(steps) >= STRAGGLER_STEPS}
-    straggler = _straggler(evidence, times) or _bursts(evidence, times)
-    found = [straggler, _data_bound(evidence, times), _oversubscribed(evidence), *_leaks(evidence)]
+    # A rank that hands its results to one other is a pipeline stage: its work is another, not slower.
+    stages = any(crumb.op in P2P_OPS for rank in times for crumb in evidence.of(rank).crumbs)
+    comparable = len(times) > 1 and not stages
+    straggler = (_straggler(evidence, times) or _bursts(evidence, times)) if comparable else None
+    leaks = [_leak(evidence, rank) for rank in evidence.ranks.values()]
+    found = [straggler, _data_bound(evidence, times), _oversubscribed(evidence), *leaks]
     return [finding for finding in found if finding is not None]
 
 
-def step_times(rank: RankEvidence, newest: int = NEWEST) -> list[StepTimes]:
+def step_times(rank: RankEvidence) -> list[StepTimes]:
     """The newest whole steps of a rank, oldest first."""
-    marks = [i for i, c in enumerate(rank.crumbs) if c.event == "point" and c.phase == "step"][-(newest + 1) :]
+    marks = [i for i, c in enumerate(rank.crumbs) if c.event == "point" and c.phase == "step"][-(NEWEST + 1) :]
     begins: dict[int, Crumb] = {}
     steps = []
     for first, last in pairwise(marks):
@@ -119,9 +124,7 @@ def _median_phase(steps: list[StepTimes], phase: str) -> float:
 
 
 def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
-    if len(times) < 2 or any(_passes_work_on(evidence.of(rank)) for rank in times):
-        return None
-    newest = {rank: steps[-20:] for rank, steps in times.items()}
+    newest = {rank: steps[-NEWEST_STRAGGLER:] for rank, steps in times.items()}
     # The rank whose backward is shortest is the one that nobody kept waiting in it.
     # DDP reduces gradients inside backward, so what a backward takes beyond that is waiting, too.
     floor = min(_median_phase(steps, "backward") for steps in newest.values())
@@ -154,6 +157,8 @@ def _straggler(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Find
         severity="warning",
         step=rank.step,
         phase=phase,
+        cause="every_step",
+        facts={"own_s": round(own[slowest], 4), "peers_s": round(others, 4)},
     )
 
 
@@ -163,7 +168,7 @@ def _loader_wait(evidence: Evidence, number: int, steps: list[StepTimes]) -> flo
     If all loaders are equally slow, the rank whose batch comes last seems to hold up the others, because their next
     batches arrive while they wait for it.
     """
-    used = {rank.rank: _worker_cpu(rank) for rank in evidence.ranks.values() if rank.happened("loader_worker")}
+    used = {rank.rank: _worker_cpu(rank) for rank in evidence.ranks.values() if rank.happened(LoaderWorker)}
     own, others = used.get(number), [cpu for rank, cpu in used.items() if rank != number]
     if own is None or not others or own > max(LOADER_AT_WORK, STRAGGLER_RATIO * statistics.median(others)):
         return 0.0
@@ -172,26 +177,23 @@ def _loader_wait(evidence: Evidence, number: int, steps: list[StepTimes]) -> flo
 
 def _worker_cpu(rank: RankEvidence) -> float:
     """CPU seconds per second used by its loader workers."""
-    pids = {record.get("worker_pid") for record in rank.happened("loader_worker")}
-    seen = [(s.t, c.get("pid"), float(c.get("cpu_s") or 0)) for s in rank.samples[-5:] for c in s.children]
-    seconds = max((t for t, _, _ in seen), default=0.0) - min((t for t, _, _ in seen), default=0.0)
-    rise = {pid: [cpu for _, of, cpu in seen if of == pid] for pid in pids}
-    return sum(cpu[-1] - cpu[0] for cpu in rise.values() if cpu) / seconds if seconds > 0 else 0.0
+    return sum(
+        _per_second([(s.t, child.cpu_s) for s in rank.samples[-5:] for child in s.children if child.pid == pid])
+        for pid in {worker.worker_pid for worker in rank.happened(LoaderWorker)}
+    )
+
+
+def _per_second(seen: Sequence[tuple[float, float]]) -> float:
+    """How fast a count rises, from (time, count), oldest first."""
+    seconds = seen[-1][0] - seen[0][0] if seen else 0.0
+    return (seen[-1][1] - seen[0][1]) / seconds if seconds > 0 else 0.0
 
 
 def _bursts(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
     """Looks at more steps; saving or evaluating on one rank does not count as slowness."""
-    if len(times) < 2 or any(_passes_work_on(evidence.of(rank)) for rank in times):
-        return None
-    longer = {rank: step_times(evidence.of(rank), NEWEST_BURSTS) for rank in times}
-    floor = min(_median_phase(steps, "backward") for steps in longer.values())
-    own = {rank: {s.step: s.unexplained(floor) for s in steps} for rank, steps in longer.items()}
-    return burst_finding(evidence, own, statistics.median(sum(s.whole for s in steps) for steps in longer.values()))
-
-
-def _passes_work_on(rank: RankEvidence) -> bool:
-    """A rank that hands its results to one other is a pipeline stage: its work is another, not slower."""
-    return any(crumb.op in P2P_OPS for crumb in rank.crumbs)
+    floor = min(_median_phase(steps, "backward") for steps in times.values())
+    own = {rank: {s.step: s.unexplained(floor) for s in steps} for rank, steps in times.items()}
+    return burst_finding(evidence, own, statistics.median(sum(s.whole for s in steps) for steps in times.values()))
 
 
 def _guilty_phase(newest: Mapping[int, list[StepTimes]], slowest: int) -> str | None:
@@ -222,7 +224,8 @@ def _phase_frame(rank: RankEvidence, phase: str | None) -> Frame | None:
 
 def _data_bound(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Finding | None:
     shares = {}
-    for number, steps in times.items():
+    for number, newest in times.items():
+        steps = newest[-NEWEST_DATA:]
         whole = sum(s.whole for s in steps)
         if len(steps) >= DATA_BOUND_STEPS and whole > 0:
             shares[number] = sum(s.phases.get("data", 0.0) for s in steps) / whole
@@ -242,6 +245,7 @@ def _data_bound(evidence: Evidence, times: Mapping[int, list[StepTimes]]) -> Fin
         severity="warning",
         step=rank.step,
         phase="data",
+        facts={"share": round(statistics.median(shares.values()), 3)},
     )
 
 
@@ -271,40 +275,25 @@ def _oversubscribed(evidence: Evidence) -> Finding | None:
         fix=[f"set OMP_NUM_THREADS={max(1, cores // max(1, len(threads)))} for this many ranks on {cores} cores"],
         severity="warning",
         phase="forward",
+        facts={"threads": total, "cores": cores},
     )
 
 
 def _compute_threads(rank: RankEvidence) -> int:
     """Those beyond what every rank has, and no more than torch computes with where the rank said so: others wait."""
     beyond = max(0, rank.samples[-1].threads - IDLE_THREADS)
-    said = [record.get("compute") for record in rank.happened("threads")]
-    return min(beyond, said[-1]) if said and isinstance(said[-1], int) else beyond
+    said = rank.happened(Threads)
+    return min(beyond, said[-1].compute) if said else beyond
 
 
 def _recent_cpu(rank: RankEvidence) -> float:
-    samples = rank.samples[-5:]
-    seconds = samples[-1].t - samples[0].t
-    return (samples[-1].cpu_s - samples[0].cpu_s) / seconds if seconds > 0 else 0.0
+    return _per_second([(sample.t, sample.cpu_s) for sample in rank.samples[-5:]])
 
 
 def _machine_cpu(evidence: Evidence) -> float:
     """How many processors of the machine were busy during the newest samples; 0 where they do not say."""
-    seen = [
-        (float(record["t"]), float(record["machine_cpu_s"]))
-        for record in evidence.said("sample")[-5:]
-        if isinstance(record.get("machine_cpu_s"), (int, float)) and isinstance(record.get("t"), (int, float))
-    ]
-    seconds = seen[-1][0] - seen[0][0] if seen else 0.0
-    return (seen[-1][1] - seen[0][1]) / seconds if seconds > 0 else 0.0
-
-
-def _leaks(evidence: Evidence) -> list[Finding]:
-    found = []
-    for rank in evidence.ranks.values():
-        finding = _leak(evidence, rank)
-        if finding is not None:
-            found.append(finding)
-    return found
+    looks = evidence.said(Samples)[-5:]
+    return _per_second([(look.t, look.machine_cpu_s) for look in looks if look.machine_cpu_s is not None])
 
 
 def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
@@ -319,12 +308,15 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
     if not points or _paused(rank, points, evidence) > LEAK_PAUSED * (points[-1][0] - points[0][0]):
         return None
     slope = _slope(points)
-    told = [record for record in rank.happened("growth") if record.get("now")]
-    frame, place = _what_grows(told[-1], rank) if told else (None, [])
-    if frame is None:
-        frame = _phase_frame(rank, "forward")
-        where = "what holds the memory is not known" if not place else "the line that fills it is not known"
-        place = [*place, *([f"observed: the line is the forward of the step that ran; {where}"] if frame else [])]
+    told = rank.happened(Growth)
+    growth = told[-1] if told else None
+    frame = Frame(growth.file, growth.line, "", root=rank.cwd) if growth is not None and growth.line > 0 else None
+    place = _what_grows(growth) if growth is not None else []
+    if frame is not None:
+        place.append(f"inferred: {frame.site} is the only line that fills it")
+    elif (frame := _phase_frame(rank, "forward")) is not None:
+        unknown = "the line that fills it" if growth is not None else "what holds the memory"
+        place.append(f"observed: the line is the forward of the step that ran; {unknown} is not known")
     return make_finding(
         "MC705",
         f"the memory of rank {rank.rank} grows by {slope * 3600 / _GIB:.2f} GiB an hour",
@@ -338,6 +330,10 @@ def _leak(evidence: Evidence, rank: RankEvidence) -> Finding | None:
         ],
         severity="warning",
         step=rank.step,
+        facts={
+            "gib_per_hour": round(slope * 3600 / _GIB, 3),
+            **({"container": growth.container, "name": growth.name, "item": growth.item} if growth is not None else {}),
+        },
     )
 
 
@@ -348,22 +344,16 @@ def _paused(rank: RankEvidence, points: _Points, evidence: Evidence) -> float:
     return sum(end - begin for begin, end in gaps if end > begin)
 
 
-def _what_grows(record: Mapping[str, Any], rank: RankEvidence) -> tuple[Frame | None, list[str]]:
-    """The container that grew between the rank's two counts, and the line that fills it, if known."""
-    kind, name = record.get("container"), str(record.get("name") or "")
-    called = f"`{name}`, a {kind} of {record.get('file')}," if name else f"a {kind} without a name"
-    size = whole(record.get("bytes"))
-    about = f", about {size / (1 << 20):.1f} MiB in all" if size else ""
-    grew = f"grew from {record.get('before')} to {record.get('now')} items in {record.get('seconds')} s{about}"
-    lines = [f"observed: {called} {grew}", f"observed: its newest item is a {record.get('item')}"]
-    line = whole(record.get("line"))
-    if line <= 0:
-        return None, lines
-    frame = Frame(str(record.get("file")), line, "", root=rank.cwd)
-    return frame, [*lines, f"inferred: {frame.site} is the only line that fills it"]
+def _what_grows(growth: Growth) -> list[str]:
+    """The container that grew between the rank's two counts."""
+    kind = growth.container
+    called = f"`{growth.name}`, a {kind} of {growth.file}," if growth.name else f"a {kind} without a name"
+    about = f", about {growth.bytes / (1 << 20):.1f} MiB in all" if growth.bytes else ""
+    grew = f"grew from {growth.before} to {growth.now} items in {growth.seconds} s{about}"
+    return [f"observed: {called} {grew}", f"observed: its newest item is a {growth.item}"]
 
 
-def _held(sample: ProcSample) -> int:
+def _held(sample: RankSample) -> int:
     """Without the pages of mapped files: a data set that is read through a map is no memory that runs out."""
     return max(0, sample.rss - sample.rss_file)
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence, frame_of
 from model_check.diagnose.findings import make_finding
 from model_check.record import Finding
+from model_check.record.events.process import Versions
 from model_check.record.ring import Crumb
-from model_check.record.stacks import Frame
 from model_check.record.start_marks import last_passed, who_is_where
 
 IMPORT_STORM_S = 8.0
 IMPORT_STORM_RANKS = 3
-_CODE_KEYS = ("script_sha256", "config_hash", "arguments")
-# What differs between ranks of any healthy job.
-_IDENTITY_KEYS = frozenset({"t", "event", "kind", "time", "monotonic", "rank", "pid", "host", "local_rank", "script"})
 _OWN_ARGUMENT = re.compile(r"--?(local[_-]rank|node[_-]rank|global[_-]rank|rank|device|gpu|machine[_-]rank)(=.*)?")
 
 
@@ -33,7 +30,7 @@ def start_findings(evidence: Evidence) -> list[Finding]:
 
 def with_start(evidence: Evidence, causes: list[Finding]) -> list[Finding]:
     """Where the start stopped belongs to whatever stopped it: who is where, by the checkpoints the ranks passed."""
-    marks = {rank.rank: passed for rank in evidence.ranks.values() if (passed := last_passed(rank.events))}
+    marks = {rank.rank: passed for rank in evidence.ranks.values() if (passed := last_passed(rank.told))}
     sentence = who_is_where(marks, evidence.now)
     # A rank that raised stands nowhere any more: its own line says it all.
     if causes and sentence is not None and not causes[0].code.startswith("MC3"):
@@ -41,26 +38,10 @@ def with_start(evidence: Evidence, causes: list[Finding]) -> list[Finding]:
     return causes
 
 
-def _identity(rank: RankEvidence) -> dict[str, str]:
-    """What the rank said about its versions and its configuration, flat."""
-    facts: dict[str, str] = {}
-    for record in rank.events:
-        if record.get("event") in ("versions", "config_hash"):
-            for key, value in record.items():
-                if isinstance(value, dict):
-                    facts.update({str(k): str(v) for k, v in value.items()})
-                elif key == "arguments":
-                    facts.update(_arguments(value))
-                elif key not in _IDENTITY_KEYS:
-                    facts[key] = str(value)
-    return facts
-
-
-def _arguments(value: object) -> dict[str, str]:
-    """The command line without what a launcher gives each rank of its own; nothing for a spawned child's."""
-    words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
+def _arguments(words: Sequence[str]) -> str:
+    """The command line without what a launcher gives each rank of its own; empty for a spawned child's."""
     if any("spawn_main" in word or "multiprocessing" in word for word in words):
-        return {}
+        return ""
     kept: list[str] = []
     skip_value = False
     for word in words:
@@ -69,74 +50,56 @@ def _arguments(value: object) -> dict[str, str]:
             # The same program in another folder is the same program; what is in it has a hash of its own.
             kept.append(PurePosixPath(word).name if word.startswith("/") else word)
         skip_value = own is not None and own[2] is None
-    return {"arguments": " ".join(kept)}
+    return " ".join(kept)
 
 
 def _differences(evidence: Evidence) -> list[Finding]:
-    identities = {rank.rank: _identity(rank) for rank in evidence.ranks.values()}
-    identities = {rank: facts for rank, facts in identities.items() if facts}
-    if len(identities) < 2:
-        return []
-    version_lines, code_lines = [], []
-    odd_version: set[int] = set()
-    odd_code: set[int] = set()
-    for key in sorted({key for facts in identities.values() for key in facts}):
-        values = {rank: facts[key] for rank, facts in identities.items() if key in facts}
+    told = {rank.rank: said[-1] for rank in evidence.ranks.values() if (said := rank.happened(Versions))}
+    versions = {
+        "python": {rank: said.python for rank, said in told.items()},
+        "torch": {rank: said.torch for rank, said in told.items()},
+        "cuda": {rank: said.cuda or "" for rank, said in told.items()},
+    }
+    script = PurePosixPath(next((said.script for said in told.values() if said.script), "the script")).name
+    code = {
+        "arguments": {rank: _arguments(said.arguments) for rank, said in told.items()},
+        f"hash of {script}": {rank: said.script_sha256 or "" for rank, said in told.items()},
+    }
+    found = [
+        _differs(evidence, "MC105", "runs other versions than the rest", versions),
+        _differs(evidence, "MC106", "runs other code or another configuration than the rest", code),
+    ]
+    return [finding for finding in found if finding is not None]
+
+
+def _differs(evidence: Evidence, code: str, what: str, told: Mapping[str, Mapping[int, str]]) -> Finding | None:
+    """`told`: what each rank says of each thing; empty: it says nothing."""
+    lines = []
+    other: dict[str, dict[int, str]] = {}
+    for name, of_ranks in told.items():
+        values = {rank: value for rank, value in sorted(of_ranks.items()) if value}
         if len(set(values.values())) < 2:
             continue
         common = Counter(values.values()).most_common(1)[0][0]
-        odd = {rank for rank, value in values.items() if value != common}
-        said = "; ".join(f"rank {rank}: {value[:120]}" for rank, value in sorted(values.items())[:8])
-        if key in _CODE_KEYS:
-            what = f"the hash of {_script_name(evidence)}" if key == "script_sha256" else key
-            code_lines.append(f"observed: {what} differs: {said}")
-            odd_code |= odd
-        else:
-            version_lines.append(f"observed: {key} differs: {said}")
-            odd_version |= odd
-    found = []
-    if version_lines:
-        title = f"{ranks_text(odd_version)} runs other versions than the rest"
-        found.append(_differs(evidence, "MC105", title, odd_version, version_lines))
-    if code_lines:
-        title = f"{ranks_text(odd_code)} runs other code or another configuration than the rest"
-        found.append(_differs(evidence, "MC106", title, odd_code, code_lines))
-    return found
-
-
-def _script_name(evidence: Evidence) -> str:
-    names = [str(r.header.get("script") or "") for r in evidence.ranks.values()]
-    return PurePosixPath(next(filter(None, names), "the script")).name
-
-
-def _differs(evidence: Evidence, code: str, title: str, odd: Iterable[int], lines: list[str]) -> Finding:
-    ranks = sorted(odd)
+        other[name] = {rank: value for rank, value in values.items() if value != common}
+        each = "; ".join(f"rank {rank}: {value[:120]}" for rank, value in list(values.items())[:8])
+        lines.append(f"observed: {name} differs: {each}")
+    if not other:
+        return None
+    odd = sorted({rank for values in other.values() for rank in values})
+    init = next((crumb for crumb in evidence.of(odd[0]).crumbs if crumb.phase == "init"), None)
     return make_finding(
         code,
-        title,
-        ranks=ranks,
-        frame=_init_frame(evidence.of(ranks[0])),
+        f"{ranks_text(odd)} {what}",
+        ranks=odd,
+        frame=frame_of(init) if init is not None and init.file else None,
         evidence=lines,
-        certainty="observed",
         severity="warning",
         phase="init",
-        began=_joined_at(evidence.of(ranks[0])),
+        began=init.time_ns / 1e9 if init is not None else None,
         now=evidence.now,
+        facts={"differs": sorted(other), "other": other},
     )
-
-
-def _init_crumb(rank: RankEvidence) -> Crumb | None:
-    return next((c for c in rank.crumbs if c.phase == "init"), None)
-
-
-def _init_frame(rank: RankEvidence) -> Frame | None:
-    crumb = _init_crumb(rank)
-    return frame_of(crumb) if crumb is not None and crumb.file else None
-
-
-def _joined_at(rank: RankEvidence) -> float | None:
-    crumb = _init_crumb(rank)
-    return crumb.time_ns / 1e9 if crumb is not None else None
 
 
 def _spans(rank: RankEvidence, phase: str, until: float) -> list[tuple[float, float, Crumb]]:
@@ -174,6 +137,7 @@ def _import_storm(evidence: Evidence) -> Finding | None:
             f"observed: imports took {min(took.values()):.1f} to {max(took.values()):.1f} s per rank, all at once",
             f"observed: the longest one is {longest.detail or 'an import'} on rank {slowest}",
         ],
+        facts={"cores": cores, "longest": longest.detail},
         severity="warning",
         phase="import",
         began=latest_begin,

@@ -8,9 +8,11 @@ from functools import cached_property
 from pathlib import Path
 
 from model_check.diagnose import frames
-from model_check.diagnose.evidence import Evidence, ProcSample, RankEvidence
+from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.source import Loop, enclosing_loop
 from model_check.record.events.crashes import ThreadException
+from model_check.record.events.process import LoaderWorker
+from model_check.record.process_sample import RankSample
 from model_check.record.stacks import Frame, ProcessStacks, ThreadStack
 
 BUSY_SHARE = 0.5
@@ -54,7 +56,7 @@ class StuckRank:
         return next((dump.main for dump in reversed(self.dumps) if dump.main is not None), None)
 
     @cached_property
-    def sample(self) -> ProcSample | None:
+    def sample(self) -> RankSample | None:
         return self.rank.samples[-1] if self.rank.samples else None
 
     @cached_property
@@ -70,7 +72,7 @@ class StuckRank:
         return (quiet[-1].cpu_s - quiet[0].cpu_s) / (quiet[-1].t - quiet[0].t)
 
     @cached_property
-    def recent_samples(self) -> list[ProcSample]:
+    def recent_samples(self) -> list[RankSample]:
         """Samples of the last few seconds; older ones say nothing about now."""
         quiet = self.quiet_samples
         return [s for s in quiet if s.t >= quiet[-1].t - _RECENT_S]
@@ -80,7 +82,7 @@ class StuckRank:
         return self.dumps[-_LOOKS:]
 
     @cached_property
-    def quiet_samples(self) -> list[ProcSample]:
+    def quiet_samples(self) -> list[RankSample]:
         since = self.rank.last_progress_t or 0.0
         return [s for s in self.rank.samples if s.t >= since]
 
@@ -128,7 +130,7 @@ class StuckRank:
         reads_stdin = (
             self.sample is not None
             and self.sample.syscall == "read"
-            and (self.sample.syscall_target != "" and self.sample.syscall_target == self.sample.stdin)
+            and (self.sample.syscall_target != "" and self.sample.syscall_target == self.sample.fd0)
         )
         return reads_stdin or (self.main is not None and not self.busy and frames.reads_input(self.main))
 
@@ -260,13 +262,12 @@ class StuckRank:
         """Loader workers that were started and are no longer among the rank's living children."""
         if self.sample is None or not self.waits_for_workers:
             return []
-        alive = {int(c.get("pid") or 0) for c in self.sample.children if c.get("state") not in ("Z", "X")}
-        started = self.rank.happened("loader_worker")
-        newest = max((n for n, e in enumerate(started) if not e.get("worker_id")), default=0)
-        known = [int(e.get("worker_pid") or 0) for e in started[newest:]]  # earlier workers had finished
-        seen_alive = {int(c.get("pid") or 0) for s in self.rank.samples for c in s.children}
-        dead_children = {int(c.get("pid") or 0) for c in self.sample.children if c.get("state") in ("Z", "X")}
-        return [pid for pid in known if pid not in alive and (pid in seen_alive or pid in dead_children)]
+        alive = {child.pid for child in self.sample.children if child.alive}
+        started = self.rank.happened(LoaderWorker)
+        newest = max((n for n, event in enumerate(started) if event.worker_id == 0), default=0)
+        known = [event.worker_pid for event in started[newest:]]  # earlier workers had finished
+        seen = {child.pid for sample in self.rank.samples for child in sample.children}
+        return [pid for pid in known if pid not in alive and pid in seen]
 
 
 def same_file(file: str, frame: Frame) -> bool:

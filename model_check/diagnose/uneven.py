@@ -112,6 +112,8 @@ def uneven_steps_finding(evidence: Evidence, short: Sequence[int], victims: Iter
         fix=_SAME_STEPS,
         began=first.last_progress_t,
         now=evidence.now,
+        cause="steps",
+        facts={"steps": steps_done(first)},
     )
 
 
@@ -151,4 +153,6 @@ def uneven_finding(evidence: Evidence, short: Iterable[int], victims: Iterable[i
         phase="data",
         began=last.time_ns / 1e9 if last is not None else None,
         now=evidence.now,
+        cause="data",
+        facts={"steps": steps_done(first)},
     )

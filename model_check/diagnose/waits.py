@@ -7,14 +7,13 @@ A circle of firm waits cannot resolve itself.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from model_check.diagnose.evidence import Evidence, RankEvidence, is_async
+from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.issues import GroupTable, is_issue
-from model_check.record.ring import MEMBERS_ONLY, TAG, Crumb
+from model_check.record.ring import TAG, Crumb
 from model_check.record.stacks import Frame
 
 # Phases of the main thread in which an asynchronous collective that was started earlier may be what it waits for.
@@ -75,10 +74,9 @@ def _wait_of(evidence: Evidence, rank: RankEvidence, tables: Mapping[str, GroupT
 def _behind(evidence: Evidence, rank: RankEvidence, crumb: Crumb) -> list[int]:
     """Who has not come to this group yet: of all ranks, or of its members where they make it alone."""
     others = [evidence.of(number) for number in evidence.all_ranks if number != rank.rank]
-    if MEMBERS_ONLY in crumb.detail:
-        members = {int(number) for number in re.findall(r"\d+", crumb.detail)}
+    if crumb.by_members_only:
         own = _times(rank, crumb.detail)
-        return [other.rank for other in others if other.rank in members and _times(other, crumb.detail) < own]
+        return [other.rank for other in others if other.rank in crumb.members and _times(other, crumb.detail) < own]
     own = len(groups_made(rank.crumbs))
     return [other.rank for other in others if len(groups_made(other.crumbs)) < own]
 
@@ -89,7 +87,7 @@ def _times(rank: RankEvidence, detail: str) -> int:
 
 def groups_made(crumbs: Iterable[Crumb]) -> list[Crumb]:
     """Calls that all ranks make, members or not: init_process_group, and new_group but for what members make alone."""
-    return [c for c in crumbs if c.phase == "init" and c.event == "begin" and MEMBERS_ONLY not in c.detail]
+    return [c for c in crumbs if c.phase == "init" and c.event == "begin" and not c.by_members_only]
 
 
 def _in_init(rank: RankEvidence) -> bool:
@@ -138,7 +136,7 @@ def _draining(rank: RankEvidence, tables: Mapping[str, GroupTable]) -> Wait | No
     if phase not in _MAY_DRAIN:
         return None
     for crumb in reversed(rank.crumbs[-256:]):
-        if is_issue(crumb) and is_async(crumb) and (table := tables.get(crumb.group)) is not None:
+        if is_issue(crumb) and crumb.is_async and (table := tables.get(crumb.group)) is not None:
             missing = [r for r in table.missing(crumb.collective_seq) if r != rank.rank]
             if missing:
                 return _wait(rank, "collective", missing, crumb, firm=False)
@@ -169,7 +167,7 @@ def _other_tag(ours: Crumb, theirs: Crumb | None, rank: int) -> bool:
         theirs is not None
         and {ours.op, theirs.op} == {"send", "recv"}
         and (theirs.peer, theirs.group) == (rank, ours.group)
-        and "wait" not in (ours.detail, theirs.detail)
+        and not (ours.is_wait or theirs.is_wait)
         and ours.detail != theirs.detail
     )
 

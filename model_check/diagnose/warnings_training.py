@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,8 @@ from model_check.diagnose.dead_layers import Stop, where_it_stops
 from model_check.diagnose.evidence import Evidence, RankEvidence
 from model_check.diagnose.findings import make_finding
 from model_check.record import Finding
-from model_check.record.values import whole
+from model_check.record.events.numerics import Gradients, Losses
+from model_check.record.metrics import StepMetrics
 
 SPIKE_WINDOW = 50
 SPIKE_SCORE = 10.0
@@ -43,30 +44,13 @@ GROWTH = 100.0
 LARGE_OUTPUT = 100.0
 _OUTPUT_GROWTH = 10.0
 _METRICS_PER_LOOK = 50
-
-
-@dataclass(frozen=True)
-class Look:
-    """The gradients of one step on one rank."""
-
-    step: int
-    norms: Mapping[str, float]
-    largest_output: float | None
-    choices: int | None
-    rates: tuple[float, ...]
-    frozen: tuple[str, ...]
-    without_gradient: tuple[str, ...]
-    parameters: int
-
-    @property
-    def total(self) -> float:
-        return math.sqrt(sum(norm * norm for norm in self.norms.values()))
+_RATES_SHOWN = 4
 
 
 def training_warnings(evidence: Evidence) -> list[Finding]:
     losses = {rank.rank: _losses(rank) for rank in evidence.ranks.values()}
     losses = {rank: series for rank, series in losses.items() if series}
-    own = [(whole(m.get("step")), loss) for m in evidence.metrics if (loss := _number(m.get("loss"))) is not None]
+    own = [(metrics.step, metrics.loss) for metrics in evidence.metrics if math.isfinite(metrics.loss)]
     if own and not losses:
         losses = dict.fromkeys(evidence.ranks, own)
     looks = {rank.rank: _looks(rank) for rank in evidence.ranks.values()}
@@ -83,43 +67,29 @@ def training_warnings(evidence: Evidence) -> list[Finding]:
 # Reading
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
 def _losses(rank: RankEvidence) -> list[tuple[int, float]]:
-    series: list[tuple[int, float]] = []
-    for record in rank.happened("losses"):
-        steps, values = record.get("steps"), record.get("values")
-        if isinstance(steps, list) and isinstance(values, list):
-            pairs = zip(steps, values, strict=False)
-            series += [(whole(step), loss) for step, value in pairs if (loss := _number(value)) is not None]
-    return series
+    told = [item for event in rank.happened(Losses) for item in zip(event.steps, event.values, strict=False)]
+    return [(step, loss) for step, loss in told if math.isfinite(loss)]
 
 
-def _looks(rank: RankEvidence) -> list[Look]:
-    seen = []
-    for record in rank.happened("gradients"):
-        norms = record.get("norms")
-        if isinstance(norms, dict):
-            seen.append(
-                Look(
-                    step=whole(record.get("step")),
-                    norms={str(name): norm for name, value in norms.items() if (norm := _number(value)) is not None},
-                    largest_output=_number(record.get("largest_output")),
-                    choices=whole(record.get("choices")) or None,
-                    rates=tuple(rate for value in _list(record, "lr") if (rate := _number(value)) is not None),
-                    frozen=tuple(map(str, _list(record, "frozen"))),
-                    without_gradient=tuple(map(str, _list(record, "without_gradient"))),
-                    parameters=whole(record.get("parameters")),
-                )
-            )
-    return seen
+def _looks(rank: RankEvidence) -> list[Gradients]:
+    """With finite numbers only."""
+    return [
+        replace(
+            look,
+            norms={n: x for n, x in look.norms.items() if math.isfinite(x)},
+            largest_output=_finite(look.largest_output),
+        )
+        for look in rank.happened(Gradients)
+    ]
 
 
-def _list(record: Mapping[str, Any], key: str) -> list[Any]:
-    value = record.get(key)
-    return value if isinstance(value, list) else []
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _total(look: Gradients) -> float:
+    return math.hypot(*look.norms.values())
 
 
 # Spikes
@@ -162,6 +132,8 @@ def _spike(evidence: Evidence, losses: Mapping[int, Sequence[tuple[int, float]]]
         severity="warning",
         step=step,
         now=evidence.now,
+        cause="spike",
+        facts={"from": usual, "to": loss, "steps": SPIKE_STEPS},
     )
 
 
@@ -187,6 +159,8 @@ def _diverged(evidence: Evidence, series: Sequence[tuple[int, float]]) -> Findin
         step=step,
         fix=["lower training.learning_rate, or warm it up: training.scheduler.warmup_steps"],
         now=evidence.now,
+        cause="divergence",
+        facts={"from": first, "to": loss, "steps": step - series[0][0] + 1},
     )
 
 
@@ -194,7 +168,7 @@ def _diverged(evidence: Evidence, series: Sequence[tuple[int, float]]) -> Findin
 
 
 def _stuck(
-    evidence: Evidence, losses: Mapping[int, Sequence[tuple[int, float]]], looks: Mapping[int, Sequence[Look]]
+    evidence: Evidence, losses: Mapping[int, Sequence[tuple[int, float]]], looks: Mapping[int, Sequence[Gradients]]
 ) -> Finding | None:
     for rank, series in sorted(losses.items()):
         seen = looks.get(rank, ())
@@ -205,7 +179,7 @@ def _stuck(
         levels = _levels(series)
         guess = math.log(choices)
         if _learns_nothing(levels, guess):
-            lines, fix = _why_stuck(seen, passed, evidence)
+            cause, lines, fix, facts = _why_stuck(seen, passed, evidence)
             return make_finding(
                 "MC414",
                 f"the loss has stayed at {levels[-1]:.4g} for {passed} steps: no better than guessing",
@@ -219,6 +193,8 @@ def _stuck(
                 step=series[-1][0],
                 fix=fix,
                 now=evidence.now,
+                cause=cause,
+                facts={"loss": levels[-1], "choices": choices, "steps": passed, **facts},
             )
     return None
 
@@ -239,36 +215,40 @@ def _learns_nothing(levels: Sequence[float], guess: float) -> bool:
     return flat and guess <= min(levels) and max(levels) <= (1 + STUCK_ABOVE) * guess
 
 
-def _why_stuck(seen: Sequence[Look], passed: int, evidence: Evidence) -> tuple[list[str], list[str]]:
-    """What can be seen of the cause, and the catalogue's remedies with the one that fits it first."""
+def _why_stuck(
+    seen: Sequence[Gradients], passed: int, evidence: Evidence
+) -> tuple[str, list[str], list[str], dict[str, Any]]:
+    """The cause as far as it can be seen, sentences, remedies with the one that fits first, and facts."""
     higher_rate, gradients, labels = CATALOGUE["MC414"].fix
-    rates = seen[-1].rates if seen else _rates(evidence.metrics[-1:])
-    lines = [f"observed: learning rate {', '.join(f'{rate:g}' for rate in rates[:4])}"] if rates else []
+    rates = list(seen[-1].lr) if seen else _rates(evidence.metrics[-1:])
+    lines = [f"observed: learning rate {', '.join(f'{rate:g}' for rate in rates[:_RATES_SHOWN])}"] if rates else []
+    facts: dict[str, Any] = {"rates": rates[:_RATES_SHOWN]} if rates else {}
     held_back = _held_back(seen[-1]) if seen else []
     if held_back:
-        return [*lines, *held_back], [gradients, higher_rate, labels]
-    highest = max([rate for look in seen for rate in look.rates] or _rates(evidence.metrics), default=None)
+        return "parameters", [*lines, *held_back], [gradients, higher_rate, labels], facts
+    highest = max([rate for look in seen for rate in look.lr] or _rates(evidence.metrics), default=None)
     if highest is None:
-        return lines, []
+        return "unknown", lines, [], facts
     # Adam moves a weight by its rate at most, plain descent by the rate times the gradient.
-    move = highest * passed * max([1.0, *(look.total for look in seen)])
+    move = highest * passed * max([1.0, *map(_total, seen)])
     if move < _LEAST_MOVE:
         too_small = (
             f"inferred: the rate is too small: it can have moved a weight by {move:.1g} at most in {passed} steps"
         )
-        return [*lines, too_small], [higher_rate, gradients, labels]
+        facts["moved_at_most"] = move
+        return "rate_too_small", [*lines, too_small], [higher_rate, gradients, labels], facts
     if not seen:
-        return lines, []
-    alive = f"observed: gradients reach the parameters (norm {seen[-1].total:.3g} at step {seen[-1].step})"
+        return "unknown", lines, [], facts
+    alive = f"observed: gradients reach the parameters (norm {_total(seen[-1]):.3g} at step {seen[-1].step})"
     told = "inferred: the labels do not belong to their inputs, or the inputs say nothing about them"
-    return [*lines, alive, told], [labels, higher_rate, gradients]
+    return "labels", [*lines, alive, told], [labels, higher_rate, gradients], facts
 
 
-def _rates(metrics: Iterable[Mapping[str, Any]]) -> list[float]:
-    return [rate for m in metrics if (rate := _number(m.get("lr"))) is not None]
+def _rates(steps: Iterable[StepMetrics]) -> list[float]:
+    return [metrics.lr for metrics in steps if math.isfinite(metrics.lr)]
 
 
-def _held_back(look: Look) -> list[str]:
+def _held_back(look: Gradients) -> list[str]:
     """Parameters that cannot learn."""
     lines = []
     if look.frozen:
@@ -284,7 +264,7 @@ def _held_back(look: Look) -> list[str]:
 # Dead layers
 
 
-def _dead(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding | None:
+def _dead(evidence: Evidence, looks: Mapping[int, Sequence[Gradients]]) -> Finding | None:
     """A shard may be 0 rightly (rows of an embedding that no token asked for): it must be 0 on all ranks."""
     newest = {rank: seen[-DEAD_LOOKS:] for rank, seen in looks.items() if len(seen) >= DEAD_LOOKS}
     if not newest or len(newest) < len(looks):
@@ -312,6 +292,8 @@ def _dead(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding | 
         step=first[-1].step,
         tensor=stop.name,
         now=evidence.now,
+        cause="starved" if stop.starved else "stopped",
+        facts={"without_gradient": [stop.name, *stop.before, *stop.behind], "next": stop.next_one or alive[0]},
     )
 
 
@@ -332,7 +314,9 @@ def _around(stop: Stop, alive: Sequence[str]) -> list[str]:
     return lines
 
 
-def _nothing_trained(evidence: Evidence, looks: Mapping[int, Sequence[Look]], first: Sequence[Look]) -> Finding:
+def _nothing_trained(
+    evidence: Evidence, looks: Mapping[int, Sequence[Gradients]], first: Sequence[Gradients]
+) -> Finding:
     return make_finding(
         "MC415",
         f"none of the optimizer's {first[-1].parameters} parameters gets a gradient",
@@ -347,10 +331,12 @@ def _nothing_trained(evidence: Evidence, looks: Mapping[int, Sequence[Look]], fi
         step=first[-1].step,
         fix=["make the optimizer from the parameters of the model that is called, after it has been moved or wrapped"],
         now=evidence.now,
+        cause="other_parameters",
+        facts={"parameters": first[-1].parameters},
     )
 
 
-def _always_zero(seen: Iterable[Look]) -> set[str]:
+def _always_zero(seen: Iterable[Gradients]) -> set[str]:
     return set.intersection(*({name for name, norm in look.norms.items() if norm == 0} for look in seen))
 
 
@@ -365,13 +351,13 @@ def grows(values: Sequence[float], factor: float) -> bool:
     return all(after > before for before, after in pairwise(newest)) and newest[-1] >= factor * newest[0]
 
 
-def _growing(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding | None:
-    totals = {rank: [(look.step, look.total) for look in seen] for rank, seen in looks.items()}
+def _growing(evidence: Evidence, looks: Mapping[int, Sequence[Gradients]]) -> Finding | None:
+    totals = {rank: [(look.step, _total(look)) for look in seen] for rank, seen in looks.items()}
     growing = [rank for rank, series in totals.items() if grows([norm for _, norm in series], GROWTH)]
     if growing:
         first = min(growing)
         largest = _largest_part(looks[first])
-        return _growth_finding(evidence, growing, "gradient norm", totals[first], largest)
+        return _growth_finding(evidence, growing, "gradients", "gradient norm", totals[first], largest)
     outputs = {
         rank: [(look.step, look.largest_output) for look in seen if look.largest_output is not None]
         for rank, seen in looks.items()
@@ -382,11 +368,11 @@ def _growing(evidence: Evidence, looks: Mapping[int, Sequence[Look]]) -> Finding
         if grows([size for _, size in series], _OUTPUT_GROWTH) and series[-1][1] > LARGE_OUTPUT
     ]
     if growing:
-        return _growth_finding(evidence, growing, "largest output of the model", outputs[min(growing)])
+        return _growth_finding(evidence, growing, "outputs", "largest output of the model", outputs[min(growing)])
     return None
 
 
-def _largest_part(seen: Sequence[Look]) -> tuple[str, str] | None:
+def _largest_part(seen: Sequence[Gradients]) -> tuple[str, str] | None:
     """The parameter that makes up most of the newest norm, and what to say of it."""
     before, newest = seen[-GROWING_LOOKS], seen[-1]
     name = max(newest.norms, key=lambda each: newest.norms[each], default=None)
@@ -398,20 +384,20 @@ def _largest_part(seen: Sequence[Look]) -> tuple[str, str] | None:
 
 def _growing_metrics(evidence: Evidence) -> Finding | None:
     """Our own trainer writes the norm of every step: medians of many take the place of looks."""
-    norms = [
-        (whole(m.get("step")), norm) for m in evidence.metrics if (norm := _number(m.get("grad_norm"))) is not None
-    ]
+    norms = [(metrics.step, metrics.grad_norm) for metrics in evidence.metrics if math.isfinite(metrics.grad_norm)]
     starts = range(len(norms) % _METRICS_PER_LOOK, len(norms), _METRICS_PER_LOOK)
     parts = [norms[start : start + _METRICS_PER_LOOK] for start in starts]
     medians = [(part[-1][0], statistics.median(norm for _, norm in part)) for part in parts]
     if not grows([norm for _, norm in medians], GROWTH):
         return None
-    return _growth_finding(evidence, evidence.ranks, f"gradient norm (median of {_METRICS_PER_LOOK} steps)", medians)
+    what = f"gradient norm (median of {_METRICS_PER_LOOK} steps)"
+    return _growth_finding(evidence, evidence.ranks, "gradients", what, medians)
 
 
 def _growth_finding(
     evidence: Evidence,
     ranks: Iterable[int],
+    cause: str,
     what: str,
     series: Sequence[tuple[int, float]],
     largest: tuple[str, str] | None = None,
@@ -429,4 +415,6 @@ def _growth_finding(
         step=step,
         tensor=largest[0] if largest is not None else None,
         now=evidence.now,
+        cause=cause,
+        facts={"sizes": [size for _, size in newest], "steps": [step for step, _ in newest]},
     )

@@ -13,7 +13,7 @@ import psutil
 
 from model_check.doctor.check import Check, failed, gib, passed, warned
 from model_check.doctor.settings import Limits, Settings
-from model_check.supervise.memorykills import container_limit
+from model_check.record.cgroups import container_limit
 
 
 def check_host(settings: Settings) -> Iterator[Check]:

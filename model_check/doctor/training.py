@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 
 from model_check.doctor.check import Check, failed, passed
 from model_check.doctor.jobs import finished_job, scratch_folder
 from model_check.doctor.settings import Settings
+from model_check.record import RunDir
+from model_check.record.metrics import read_metrics
 
 STEPS = 12
 LEAST_FALL = 0.5  # the loss falls by 3 in these steps on every machine tried
@@ -38,8 +39,8 @@ def check_training(settings: Settings) -> Iterator[Check]:
             fix = "model-check train --preset debug --nproc 1 shows the whole story"
             yield failed(name, job.problem, fix)
             return
-        lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
-        yield judge_losses(name, [json.loads(line)["loss"] for line in lines], job.answer.seconds)
+        steps = read_metrics(RunDir(job.run_dir).metrics, all_steps=True)
+        yield judge_losses(name, [step.loss for step in steps], job.answer.seconds)
 
 
 def judge_losses(name: str, losses: Sequence[float], seconds: float) -> Check:

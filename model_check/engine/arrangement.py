@@ -104,7 +104,7 @@ def _precision(config: Config, layout: Layout, place: Place) -> Precision:
 
 
 def _mesh(layout: Layout, place: Place) -> Any:
-    from model_check.engine.mesh import build_mesh
+    from model_check.engine.sharded import build_mesh
 
     if place.world_size == 1:
         join_alone(place)
@@ -117,12 +117,12 @@ def _transform(model: Llama, config: Config, layout: Layout, mesh: Any, precisio
 
         keep_stage(model, layout.stage_of(place.rank), layout.pipeline)
     if layout.tensor > 1:
-        from model_check.engine.mesh import TENSOR
+        from model_check.engine.sharded import TENSOR
         from model_check.models.tensor import apply_tensor_parallel
 
         apply_tensor_parallel(model, mesh[TENSOR])
     if layout.context > 1:
-        from model_check.engine.mesh import context_group
+        from model_check.engine.sharded import context_group
         from model_check.models.context import apply_context_parallel
 
         group, number = context_group(layout, place.device)
@@ -139,7 +139,7 @@ def _transform(model: Llama, config: Config, layout: Layout, mesh: Any, precisio
 
 
 def _shard(model: nn.Module, config: Config, layout: Layout, mesh: Any, precision: Precision, place: Place) -> None:
-    from model_check.engine.mesh import shard_mesh
+    from model_check.engine.sharded import shard_mesh
     from model_check.models.parallelize import apply_fully_shard
 
     apply_fully_shard(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from model_check.engine.replaying import Replayed
 from model_check.errors import NumericsError
 from model_check.numerics.causes import Cause
 from model_check.numerics.dump import Dumped
+from model_check.record.events.numerics import MadeIn, NonFinite
 
 Row = tuple[int, int]
 """(micro-batch, row): one sample of a step."""
@@ -74,7 +74,7 @@ class Explanation:
         """The first bad tensor."""
         origin, gradients = self.replayed.origin, self.replayed.gradients
         if origin is not None and origin.given is not None:
-            return origin.given.removeprefix("parameter ")
+            return origin.given.name if origin.given.kind == "parameter" else str(origin.given)
         if origin is not None and origin.direction == "forward":
             return f"{origin.site.module or 'model'}: output of {origin.site.op}"
         # The backward pass comes from the end of the model: the last is the one it met first.
@@ -84,7 +84,7 @@ class Explanation:
         """What to do where the general advice on the code does not apply: no rate and no line made a weight bad that
         was so before the step. Empty: it applies."""
         origin = self.replayed.origin
-        if origin is None or not (origin.given or "").startswith("parameter"):
+        if origin is None or origin.given is None or origin.given.kind != "parameter":
             return []
         return ["start from weights that are finite: look at model.model_path, or --resume an older checkpoint"]
 
@@ -101,27 +101,37 @@ class Explanation:
             lines.append(f"observed: {len(dump.left_out)} tensors did not fit into the dump (debug.dump_gb)")
         return lines
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> NonFinite:
         """What the event and the dump both say."""
         origin = self.replayed.origin
         site = origin.site if origin is not None else None
-        return {
-            "step": self.info.step,
-            "rank": self.rank,
-            "loss": self.info.loss,
-            "grad_norm": self.info.grad_norm,
-            "direction": origin.direction if origin is not None else None,
-            "module": site.module if site is not None else None,
-            "op": site.op if site is not None else None,
-            "location": site.location if site is not None else None,
-            "function": site.function if site is not None else None,
-            "tensor": self.tensor,
-            "ranges": [entry.record() for entry in origin.before] if origin is not None else [],
-            "sample_ids": self.sample_ids(),
-            "token_ids": self.token_ids(),
-            "deterministic": self.agreed.reproduced,
-            "cause": self.cause.code,
-        }
+        return NonFinite(
+            step=self.info.step,
+            rank=self.rank,
+            loss=self.info.loss,
+            grad_norm=self.info.grad_norm,
+            direction=origin.direction if origin is not None else None,
+            made_in=self._made_in(),
+            module=site.module if site is not None else None,
+            op=site.op if site is not None else None,
+            location=site.location if site is not None else None,
+            function=site.function if site is not None else None,
+            tensor=self.tensor,
+            ranges=origin.before if origin is not None else (),
+            sample_ids=tuple(self.sample_ids()),
+            token_ids=tuple(map(tuple, self.token_ids())),
+            deterministic=self.agreed.reproduced,
+            cause=self.cause.code,
+            facts=self.cause.facts,
+        )
+
+    def _made_in(self) -> MadeIn:
+        origin = self.replayed.origin
+        if origin is None:
+            return "unknown"
+        if origin.given is None:
+            return "model"
+        return "batch" if origin.given.kind == "input" else "weight"
 
     def error(self) -> NumericsError:
         gradients = self.replayed.gradients

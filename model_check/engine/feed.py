@@ -9,11 +9,29 @@ from typing import Any
 import torch
 
 from model_check.config import Config
+from model_check.data import BatchLoader, PackedCache
 from model_check.data.loader import Batch
 from model_check.engine.batches import mapped
-from model_check.plan.layout import context_rank
+from model_check.engine.place import Place
+from model_check.plan.layout import context_rank, data_rank
 
 Cut = Callable[[Any], Any]
+
+
+def open_loader(config: Config, place: Place, cache: PackedCache, *, trains: bool = True) -> BatchLoader:
+    """This rank's share of every global batch of the training data, or of every evaluation of held-out data."""
+    return BatchLoader(
+        cache,
+        batch_size=config.training.batch_size,
+        context_length=config.training.context_length,
+        rank=data_rank(config, place.rank, place.world_size),
+        world_size=config.data_parallel(place.world_size),
+        seed=config.system.seed,
+        grad_accum=config.accumulation(place.world_size) if trains else 1,
+        num_workers=config.training.num_workers if trains else 0,
+        document_mask=config.data.document_mask,
+        pin_memory=place.device.type == "cuda",
+    )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

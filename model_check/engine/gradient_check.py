@@ -28,6 +28,7 @@ from model_check.engine.passes import WholeModel
 from model_check.engine.replaying import as_it_was
 from model_check.engine.step import TrainStep
 from model_check.errors import UsageError
+from model_check.record.events.numerics import GradientsDiffer
 
 # Of a gradient's norm. Sums in another order stay far below it; what stays below it does no harm to an average.
 _TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
@@ -140,13 +141,14 @@ class GradientCheck:
     def _report(self, step: int, found: Deviation) -> None:
         place = self._train_step.place
         BOX.event(
-            "gradients_differ",
-            step=step,
-            ranks=list(found.ranks),
-            parameter=found.parameter,
-            by=found.by if math.isfinite(found.by) else None,
-            alone=found.alone,
-            device=place.label,
+            GradientsDiffer(
+                step=step,
+                ranks=found.ranks,
+                parameter=found.parameter,
+                by=found.by if math.isfinite(found.by) else None,
+                alone=found.alone,
+                device=place.label,
+            )
         )
         if place.is_first:
             whose = ", ".join(str(rank) for rank in found.ranks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from model_check.errors import NumericsError
 from model_check.numerics.banner import banner_lines
 from model_check.numerics.causes import Situation, StepNumbers, judge_cause
 from model_check.numerics.dump import Dumped, write_dump
-from model_check.numerics.ranges import local_part
+from model_check.numerics.finite import local_part
+from model_check.record.events.numerics import Action
 
 IGNORED_LABEL = -100
 # In a row: a newer checkpoint is progress, and a long run may meet a bad batch now and then.
@@ -45,23 +46,6 @@ MOST_IN_A_ROW = 20
 MOST_SAMPLES = 64
 _STEPS_REMEMBERED = 20
 _OVERFLOWING = 1e15  # its square, summed over a model, leaves float32
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the run must do now (halt, skip, rollback), and what to raise if it stops."""
-
-    action: str
-    error: NumericsError
-
-
-@dataclass(frozen=True)
-class WeightFacts:
-    """How large the weights are: what a rate, an initialisation or a format is judged by."""
-
-    size_at_start: float | None
-    widest_gain: tuple[str, float] | None
-    largest: tuple[str, float] | None
 
 
 class Guard:
@@ -99,7 +83,7 @@ class Guard:
         train_step.holds_after_hit = place.device.type == "cuda"
 
     @property
-    def _wanted(self) -> str:
+    def _wanted(self) -> Action:
         wanted = self._config.debug.on_nan
         if wanted != "auto":
             return wanted
@@ -118,8 +102,8 @@ class Guard:
         """After a bad step the run is to go back, if there is a checkpoint."""
         return self._wanted == "rollback"
 
-    def handle(self, info: StepInfo, inputs: StepInputs, *, checkpoint: int | None) -> Outcome | None:
-        """Explains a bad step, with all ranks; None where the run just goes on, since enough were explained.
+    def handle(self, info: StepInfo, inputs: StepInputs, *, checkpoint: int | None) -> bool:
+        """Explains a bad step, with all ranks. Raises where the run must stop, says whether it must go back.
 
         checkpoint: the step of the one to go back to, where there is one
         """
@@ -128,15 +112,12 @@ class Guard:
         self._in_a_row += 1
         if action == "skip" and self._in_a_row >= MOST_IN_A_ROW:
             # A weight that is bad already, for one: nothing is learnt any more, and the next one is no better.
-            action, why = (
-                "halt",
-                f"observed: {self._in_a_row} steps in a row are not finite, so it stops (debug.on_nan)",
-            )
+            action, why = "halt", f"{self._in_a_row} steps in a row are not finite, so it stops (debug.on_nan)"
         elif action == "skip" and self._explained > MOST_EXPLAINED:
-            self._train_step.release()
-            return None
+            self._train_step.release()  # enough were explained
+            return False
         if action == "rollback" and (reason := self._why_not_back(checkpoint)):
-            action, why = "halt", f"observed: {reason}, so it stops instead of going back (debug.on_nan)"
+            action, why = "halt", f"{reason}, so it stops instead of going back (debug.on_nan)"
         self._rollbacks += action == "rollback"
         with span("eval", "replay of a step that is not finite"):
             explanation = self._explain(info, inputs)
@@ -144,7 +125,9 @@ class Guard:
         self._train_step.optimizer.zero_grad(set_to_none=True)
         self._train_step.release()
         self.dumped = dump is not None and bool(dump.files)
-        return Outcome(action, explanation.error())
+        if action == "halt":
+            raise explanation.error()
+        return action == "rollback"
 
     def _why_not_back(self, checkpoint: int | None) -> str:
         """Empty where the run may go back to this one."""
@@ -160,12 +143,27 @@ class Guard:
 
     def _explain(self, info: StepInfo, inputs: StepInputs) -> Explanation:
         # Before anything is gathered: afterwards a sharded model may show its parameters whole, in half precision.
-        weights = WeightFacts(self._weight_size, _widest_gain(self._model), _largest_weight(self._model))
+        widest_gain, largest_weight = _widest_gain(self._model), _largest_weight(self._model)
         replayer = Replayer(self._train_step, self._model, _shown)
         replayed = self._replay(replayer, info, inputs)
         agreed = self._agree(info, replayed, together=replayer.together)
         rows = self._bad_rows(replayer, inputs) if agreed.forward else None
-        cause = judge_cause(self._situation(info, inputs, replayed, agreed, rows, weights))
+        situation = Situation(
+            origin=replayed.origin,
+            steps_done=self._steps_done,
+            rate=info.lr,
+            before=tuple(self._before),
+            weight_size=self._weight_size,
+            widest_gain=widest_gain,
+            bad_samples=range(len(rows)) if rows is not None else None,
+            batch_samples=sum(sample_count(batch) for batch in inputs.micro_batches),
+            ignored_labels=any(_all_ignored(batch) for batch in inputs.micro_batches),
+            scale=info.scale if self._train_step.loss_scale.enabled else None,
+            last_good_scale=self._last_good_scale,
+            reproduced=agreed.reproduced,
+            largest_weight=largest_weight,
+        )
+        cause = judge_cause(situation)
         found = Explanation(self._place.rank, info, inputs, replayed, agreed, cause, rows)
         verdicts = self._gather((cause.code, found.where))
         return replace(found, agreed=replace(agreed, verdict=verdicts[agreed.reporter]))
@@ -224,52 +222,29 @@ class Guard:
         dist.all_gather_object(values, value)
         return values
 
-    def _situation(
-        self,
-        info: StepInfo,
-        inputs: StepInputs,
-        replayed: Replayed,
-        agreed: Agreed,
-        rows: tuple[Row, ...] | None,
-        weights: WeightFacts,
-    ) -> Situation:
-        return Situation(
-            origin=replayed.origin,
-            steps_done=self._steps_done,
-            rate=info.lr,
-            before=tuple(self._before),
-            weight_size=weights.size_at_start,
-            widest_gain=weights.widest_gain,
-            bad_samples=range(len(rows)) if rows is not None else None,
-            batch_samples=sum(sample_count(batch) for batch in inputs.micro_batches),
-            ignored_labels=any(_all_ignored(batch) for batch in inputs.micro_batches),
-            scale=info.scale if self._train_step.loss_scale.enabled else None,
-            last_good_scale=self._last_good_scale,
-            reproduced=agreed.reproduced,
-            largest_weight=weights.largest,
-        )
-
     # Telling
 
-    def _report(self, found: Explanation, action: str, why: str) -> Dumped | None:
+    def _report(self, found: Explanation, action: Action, why: str) -> Dumped | None:
         """Only ranks that made a bad number report; the lowest also prints. `why`: not the action asked for."""
         is_reporter = self._place.rank == found.agreed.reporter
         if not found.is_own and not is_reporter:
             return None
         dump = self._dump(found, "" if is_reporter else f"_rank_{self._place.rank}")
-        evidence = [*found.evidence(dump), *([why] if why else [])]
+        evidence = found.evidence(dump)
         if not found.agreed.reproduced and found.is_own:
             evidence.append(f"observed: rank {self._place.rank} runs on {_device_text(self._place)}")
         BOX.event(
-            "nonfinite",
-            **found.facts(),
-            local=found.is_own,
-            device=self._place.label,
-            evidence=evidence,
-            fix=found.fix(),
-            left_out=list(dump.left_out) if dump is not None else [],
-            dump=str(dump.safetensors) if dump is not None and dump.safetensors is not None else None,
-            action=action,
+            replace(
+                found.facts(),
+                local=found.is_own,
+                device=self._place.label,
+                evidence=tuple(evidence),
+                fix=tuple(found.fix()),
+                left_out=dump.left_out if dump is not None else (),
+                dump=str(dump.safetensors) if dump is not None and dump.safetensors is not None else None,
+                action=action,
+                not_as_asked=why or None,
+            )
         )
         if is_reporter:
             lines = banner_lines(
@@ -282,7 +257,8 @@ class Guard:
                 checkpoint=str(dump.checkpoint) if dump is not None and dump.checkpoint is not None else None,
                 tensors=str(dump.pickle) if dump is not None and dump.pickle is not None else None,
             )
-            cause = [f"Cause: [{found.cause.code}] {found.where}", *(f"  {fact}" for fact in evidence)]
+            facts = [*evidence, *([f"observed: {why}"] if why else [])]
+            cause = [f"Cause: [{found.cause.code}] {found.where}", *(f"  {fact}" for fact in facts)]
             self._show("\n".join([*lines, *cause]))
         return dump
 
@@ -293,7 +269,7 @@ class Guard:
                 Path(self._config.checkpoint.dir),
                 found.info.step,
                 self._model.named_parameters(),
-                found.facts(),
+                found.facts().body(),
                 limit_bytes=int(self._config.debug.dump_gb * 1e9),
                 rank_suffix=suffix,
             )

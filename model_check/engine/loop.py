@@ -18,29 +18,16 @@ import torch
 from model_check.blackbox.spans import span
 from model_check.engine.inputs import RandomState, StepInputs
 from model_check.engine.precision import BACKOFF
-from model_check.engine.step import StepTensors, TrainStep
+from model_check.engine.step import TrainStep
+from model_check.record.metrics import StepMetrics
 
 
-@dataclass(frozen=True)
-class StepInfo:
-    """One finished step, as metrics.jsonl has it; what `record` leaves out is for those who run the job."""
+@dataclass(frozen=True, kw_only=True)
+class StepInfo(StepMetrics):
+    """One finished step, as metrics.jsonl has it, and what only those need who run the job."""
 
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_s: float
-    mfu: float | None
-    step_s: float
-    data_wait_s: float
-    memory_gib: float
-    tokens: int
-    skipped: bool
     eta_s: float
     stop: bool
-    val_loss: float | None = None
-    # Training waited this long for a checkpoint: the host after the step that saved; the device in the step after it.
-    save_pause_s: float | None = None
     hit: bool = False  # its numbers are not finite, and that must be explained
     own_fault: bool = False  # this rank's own loss or gradients were bad before they were exchanged
     scale: float = 1.0  # of the loss
@@ -49,15 +36,6 @@ class StepInfo:
     def lowered_scale(self) -> float | None:
         """The loss scale after a step that only overflowed, which float16 does now and then; None after any other."""
         return self.scale * BACKOFF if self.skipped and not self.hit else None
-
-    def record(self) -> dict[str, Any]:
-        fields = dict(self.__dict__)
-        for internal in ("eta_s", "stop", "hit", "own_fault", "scale"):
-            del fields[internal]
-        for optional in ("val_loss", "save_pause_s"):
-            if fields[optional] is None:
-                del fields[optional]
-        return fields
 
 
 @dataclass
@@ -84,8 +62,7 @@ class LoopPlan:
     peak_flops: float | None = None  # of all ranks together
 
 
-def _issue(inputs: StepInputs, data_wait_s: float, tensors: StepTensors, since: torch.cuda.Event | None) -> _Issued:
-    packed = tensors.packed
+def _issue(inputs: StepInputs, data_wait_s: float, packed: torch.Tensor, since: torch.cuda.Event | None) -> _Issued:
     if since is None:
         return _Issued(data_wait_s, inputs, packed, None, None)
     host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
@@ -183,8 +160,8 @@ class Loop:
         return self._run(inputs, 0.0)
 
     def _run(self, inputs: StepInputs, data_wait_s: float) -> _Issued:
-        tensors = self._train_step(inputs.micro_batches, inputs.rate, stop_requested=self._stop_requested())
-        issued = _issue(inputs, data_wait_s, tensors, self._last_moment)
+        packed = self._train_step(inputs.micro_batches, inputs.rate, stop_requested=self._stop_requested())
+        issued = _issue(inputs, data_wait_s, packed, self._last_moment)
         self._last_moment = issued.arrived
         return issued
 

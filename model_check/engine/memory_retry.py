@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.blackbox.box import BOX
+from model_check.engine.arrangement import Arranged
 from model_check.engine.batches import sample_count, samples
 from model_check.engine.inputs import RandomState
-from model_check.engine.passes import Passes, ScaleLoss
+from model_check.engine.passes import ScaleLoss
 from model_check.engine.place import Place
 from model_check.errors import UsageError
 from model_check.plan.layout import Layout
+from model_check.record.events.memory import MicroBatchHalved
 
 TRIED_STEPS = 2
 
@@ -40,11 +41,12 @@ def check_can_retry(layout: Layout) -> None:
 class RetryingPasses:
     """Passes that make micro-batches smaller when they do not fit."""
 
-    def __init__(self, passes: Passes, model: nn.Module, place: Place) -> None:
-        self.computes_loss = passes.computes_loss
+    def __init__(self, arranged: Arranged, place: Place) -> None:
+        check_can_retry(arranged.layout)
+        self.computes_loss = arranged.passes.computes_loss
         self.pieces = 1  # into how many each micro-batch is cut
-        self._passes = passes
-        self._model = model
+        self._passes = arranged.passes
+        self._model = arranged.model
         self._place = place
         self._tries_left = TRIED_STEPS if place.world_size > 1 else 0
 
@@ -100,11 +102,12 @@ class RetryingPasses:
             )
         self.pieces *= 2
         BOX.event(
-            "oom_retry",
-            micro_batch=rows // self.pieces,
-            micro_batches=self.pieces * len(micro_batches),
-            was=2 * rows // self.pieces,
-            message=str(error or "a peer ran out of memory")[:400],
+            MicroBatchHalved(
+                micro_batch=rows // self.pieces,
+                micro_batches=self.pieces * len(micro_batches),
+                was=2 * rows // self.pieces,
+                message=str(error or "a peer ran out of memory")[:400],
+            )
         )
 
     def _cut(self, micro_batches: Sequence[Any]) -> list[Any]:

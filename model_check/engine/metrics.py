@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from model_check.errors import UsageError
 from model_check.record import JsonlWriter
+from model_check.record.metrics import StepMetrics
 
 
 class Sink(Protocol):
@@ -20,24 +20,17 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Scalars in the run directory, through tensorboard's own writer (no TensorFlow, a thread of its own)."""
+    """Scalars in the run directory, written by a thread of torch's own writer."""
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(folder))
+        self._writer = SummaryWriter(str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
-        values = [
-            self._summary.Value(tag=f"train/{name}", simple_value=value)
-            for name, value in record.items()
-            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
-        ]
-        event = self._event(wall_time=time.time(), step=record["step"], summary=self._summary(value=values))
-        self._writer.add_event(event)
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                self._writer.add_scalar(f"train/{name}", value, record["step"])
 
     def close(self) -> None:
         self._writer.close()
@@ -83,7 +76,8 @@ class MetricsWriter:
             except OSError as error:
                 on_failure(name, error)
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, step: StepMetrics) -> None:
+        record = step.record()
         self._each(lambda sink: sink.write(record))
 
     def close(self) -> None:

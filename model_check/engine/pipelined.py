@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from model_check.engine.mesh import PIPELINE
 from model_check.engine.passes import ScaleLoss, document_arguments
 from model_check.engine.precision import Precision
+from model_check.engine.sharded import PIPELINE
 from model_check.models.pipeline import LlamaStage
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from model_check.config import Config
 from model_check.errors import UsageError
 
 
@@ -38,22 +39,21 @@ def own_device(device: torch.device, rank: int) -> torch.device:
     return torch.device("cuda", (int(local) if local.isdecimal() else rank) % count)
 
 
-def join(place: Place, *, backend: str | None, timeout_s: float, host_tensors: bool = False) -> None:
-    """Joins the job's default process group (address and port from the environment). A lone rank needs none.
-
-    host_tensors: parameters live in host memory, so that collectives must work there too.
-    """
+def join(place: Place, config: Config) -> None:
+    """Joins the job's default process group (address and port from the environment). A lone rank needs none."""
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     if place.world_size == 1 or dist.is_initialized():
         return
-    chosen = backend or ("nccl" if place.device.type == "cuda" else "gloo")
+    wanted = config.system.backend
+    backend = wanted or ("nccl" if place.device.type == "cuda" else "gloo")
+    # Offloaded parameters live in host memory, so that collectives must work there too.
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen == "nccl" and host_tensors else chosen,
+        "cpu:gloo,cuda:nccl" if backend == "nccl" and config.fsdp.cpu_offload else backend,
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=place.device if place.device.type == "cuda" and backend != "gloo" else None,
+        timeout=timedelta(seconds=config.system.timeout_s),
+        device_id=place.device if place.device.type == "cuda" and wanted != "gloo" else None,
     )
 
 

@@ -13,9 +13,10 @@ from model_check.checkpoint.weight_files import kind_of, open_weights
 from model_check.config import Config, codes, resolve_shape, weights_file
 from model_check.data import PreparedData, check_vocabulary, load_tokenizer
 from model_check.engine import resume as resuming
-from model_check.engine.model_shape import shape_of
+from model_check.engine.data_and_shape import shape_of
+from model_check.engine.evaluate import check_held_out
+from model_check.engine.feed import open_loader
 from model_check.engine.place import Place
-from model_check.engine.worker import check_held_out, open_loader
 from model_check.errors import CheckpointError, DataError, HubUnavailable, ModelError, UsageError
 from model_check.models import build_meta_model, check_pretrained
 

@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from model_check.blackbox import outofmemory, resident_memory
+from model_check.blackbox import memory_marks, outofmemory
 from model_check.blackbox.box import BOX
 from model_check.blackbox.memory_marks import MemoryMarks
 from model_check.blackbox.spans import span
@@ -20,16 +20,17 @@ from model_check.blackbox.start_marks import MARKS
 from model_check.checkpoint.peers import Peers
 from model_check.config import Config, to_jsonable
 from model_check.data import PreparedData, load_tokenizer, prepare
-from model_check.engine.data_spec import data_spec
+from model_check.engine.data_and_shape import data_spec
+from model_check.engine.feed import open_loader
 from model_check.engine.loop import StepInfo
 from model_check.engine.metrics import MetricsWriter, Sink, TensorBoardSink, WandbSink
 from model_check.engine.place import Place, join, leave
 from model_check.engine.preflight import check_data
 from model_check.engine.profile import profiled
 from model_check.engine.rank_start import begin_rank, print_line
-from model_check.engine.saving import Saving, open_saver
+from model_check.engine.saving import Saving
 from model_check.engine.session import Session
-from model_check.engine.worker import build, continue_from, fit, open_loader
+from model_check.engine.worker import assemble, continue_from, fit
 from model_check.record import RunDir
 from model_check.record.host_lock import in_turn
 from model_check.record.rank_context import RankContext
@@ -65,52 +66,12 @@ class _StopFlag:
         return self.number is not None
 
 
-@contextlib.contextmanager
-def _metrics(order: TrainOrder, place: Place, run_dir: RunDir) -> Iterator[MetricsWriter | None]:
-    """Rank 0 alone writes metrics and talks to trackers."""
-    if not place.is_first:
-        yield None
-        return
-    with MARKS.calling("WandbLogger constructor" if order.config.logging.wandb else "MetricsWriter constructor"):
-        writer = _open_writer(order, place, run_dir)
-    try:
-        yield writer
-    finally:
-        writer.close()
-
-
-def _open_writer(order: TrainOrder, place: Place, run_dir: RunDir) -> MetricsWriter:
-    sinks: dict[str, Callable[[], Sink]] = {}
-    if order.config.logging.tensorboard:
-        sinks["tensorboard"] = lambda: TensorBoardSink(run_dir.root / "tensorboard")
-    if order.config.logging.wandb:
-        sinks["wandb"] = lambda: WandbSink(run_dir.root, to_jsonable(order.config)["values"])
-
-    def say_once(name: str, error: Exception) -> None:
-        if BOX.unwritten(name, error):
-            print_line(f"[{place.label}] {name} cannot be written ({error}); training goes on")
-
-    return MetricsWriter(run_dir.metrics, sinks, say_once)
-
-
-def _lineage_of(run_dir: RunDir) -> Path | None:
-    """The lineage that this run directory has saved into before, if it was used before."""
-    return run_dir.checkpoints.resolve() if run_dir.checkpoints.is_dir() else None
-
-
 def _remember_lineage(run_dir: RunDir, lineage: Path) -> None:
     try:
         run_dir.checkpoints.unlink(missing_ok=True)
         run_dir.checkpoints.symlink_to(lineage.resolve())
     except OSError as error:
         BOX.unwritten(run_dir.checkpoints.name, error)
-
-
-def _error_dir(order: TrainOrder, run_dir: RunDir, saving: Saving | None) -> Path | None:
-    """Where a failing rank leaves what it holds."""
-    if saving is not None:
-        return saving.folder
-    return Path(order.config.checkpoint.dir) / run_dir.root.name if order.save else None
 
 
 def train_rank(context: RankContext, order: TrainOrder) -> None:
@@ -133,12 +94,17 @@ def _train(context: RankContext, order: TrainOrder) -> None:
     MARKS.passed(3)
     data = _prepare_data(rank)
     MARKS.passed(4)
-    _join(rank)
+    config, place = rank.config, rank.place
+    with MARKS.calling(f"init_process_group with backend={config.system.backend or 'auto'}"):
+        join(place, config)
     rank.memory.reach("POST-IMPORT")
-    session = _build(rank, data)
+    loader = open_loader(config, place, data.train)
+    with MARKS.calling(f"build with strategy={config.parallel.strategy}"):
+        session = assemble(config, place, loader, held_out=data.valid)
     MARKS.passed(7)
     rank.memory.reach("POST-MODEL")
-    _say_layout(rank, session)
+    if place.is_first and place.world_size > 1:
+        rank.say(f"layout: {session.layout.describe()}")
     saving = _resume(rank, session)
     MARKS.passed(8)
     last = _run_steps(rank, session, saving, stop)
@@ -179,36 +145,15 @@ def _prepare_data(rank: _Rank) -> PreparedData:
     return data
 
 
-def _join(rank: _Rank) -> None:
-    system = rank.config.system
-    with MARKS.calling(f"init_process_group with backend={system.backend or 'auto'}"):
-        join(
-            rank.place,
-            backend=system.backend,
-            timeout_s=system.timeout_s,
-            host_tensors=rank.config.fsdp.cpu_offload,
-        )
-
-
-def _build(rank: _Rank, data: PreparedData) -> Session:
-    config, place = rank.config, rank.place
-    with MARKS.calling(f"build with strategy={config.parallel.strategy}"):
-        built = build(config, place)
-    return built.with_data(open_loader(config, place, data.train), data.valid)
-
-
-def _say_layout(rank: _Rank, session: Session) -> None:
-    if rank.place.is_first and rank.place.world_size > 1:
-        rank.say(f"layout: {session.layout.describe()}")
-
-
 def _resume(rank: _Rank, session: Session) -> Saving | None:
     """Restores a checkpoint if one was asked for, and opens the saver if this run saves."""
     config, order = rank.config, rank.order
     saves = order.save and config.checkpoint.interval > 0
     peers = Peers() if saves or order.resume else None
     with MARKS.calling(f"resume from {order.resume}") if order.resume else contextlib.nullcontext():
-        lineage, notes = continue_from(order.resume, session, peers, lineage=_lineage_of(rank.run_dir))
+        # A run directory that was used before goes on with the lineage that it saved into.
+        used = rank.run_dir.checkpoints.resolve() if rank.run_dir.checkpoints.is_dir() else None
+        lineage, notes = continue_from(order.resume, session, peers, lineage=used)
     if rank.place.is_first:
         for note in notes:
             rank.say(f"resume: {note}")
@@ -218,12 +163,13 @@ def _resume(rank: _Rank, session: Session) -> Saving | None:
 
 
 def _open_saving(rank: _Rank, session: Session, peers: Peers, lineage: Path | None) -> Saving:
-    saver = open_saver(rank.config, peers, lineage=lineage, name=rank.run_dir.root.name, origin=session.continued)
+    last_step, name = rank.config.training.max_steps, rank.run_dir.root.name
+    saving = Saving(session, peers, name=name, last_step=last_step, lineage=lineage, say=rank.say)
     if rank.place.is_first:
-        _remember_lineage(rank.run_dir, saver.lineage)
-        if saver.shared is not None:
-            rank.say(f"checkpoint: another run saves into {saver.shared}; this one saves into {saver.lineage}")
-    return Saving(session, saver, last_step=rank.config.training.max_steps, say=rank.say)
+        _remember_lineage(rank.run_dir, saving.folder)
+        if saving.shared is not None:
+            rank.say(f"checkpoint: another run saves into {saving.shared}; this one saves into {saving.folder}")
+    return saving
 
 
 def _run_steps(rank: _Rank, session: Session, saving: Saving | None, stop: _StopFlag) -> StepInfo | None:
@@ -231,18 +177,21 @@ def _run_steps(rank: _Rank, session: Session, saving: Saving | None, stop: _Stop
     config, place = rank.config, rank.place
     traced = config.training.profile and place.rank in config.training.profile_ranks
     trace_dir = rank.run_dir.root / "profile" if traced else None
+    # Where a failing rank leaves what it holds.
+    error_dir = Path(config.checkpoint.dir) / rank.run_dir.root.name if rank.order.save else None
+    no_wandb = "" if place.is_first else "only rank 0 logs to W&B"
     with (
-        _metrics(rank.order, place, rank.run_dir) as metrics,
+        _metrics(rank) as metrics,
         profiled(trace_dir, place.rank, rank.say) as step_done,
     ):
-        MARKS.passed(9, off=_why_no_wandb(config, place))
-        resident_memory.mark("assembled")
+        MARKS.passed(9, off=no_wandb if config.logging.wandb else "logging.wandb is false")
+        memory_marks.mark("assembled")
         MARKS.passed(10)
 
         def on_step(info: StepInfo) -> None:
             rank.memory.reach("FIRST-STEP")
             if metrics is not None:
-                metrics.write(info.record())
+                metrics.write(info)
             _print_step(rank, info)
             step_done()
 
@@ -253,7 +202,7 @@ def _run_steps(rank: _Rank, session: Session, saving: Saving | None, stop: _Stop
                 session,
                 on_step=on_step,
                 saving=saving,
-                error_dir=_error_dir(rank.order, rank.run_dir, saving),
+                error_dir=saving.folder if saving is not None else error_dir,
                 dumps_dir=rank.run_dir.dumps_dir,
                 say=rank.say,
                 show=print_line,
@@ -264,10 +213,23 @@ def _run_steps(rank: _Rank, session: Session, saving: Saving | None, stop: _Stop
     return last
 
 
-def _why_no_wandb(config: Config, place: Place) -> str:
-    if not config.logging.wandb:
-        return "logging.wandb is false"
-    return "" if place.is_first else "only rank 0 logs to W&B"
+def _metrics(rank: _Rank) -> contextlib.AbstractContextManager[MetricsWriter | None]:
+    """Rank 0 alone writes metrics and talks to trackers."""
+    if not rank.place.is_first:
+        return contextlib.nullcontext()
+    logging, root = rank.config.logging, rank.run_dir.root
+    sinks: dict[str, Callable[[], Sink]] = {}
+    if logging.tensorboard:
+        sinks["tensorboard"] = lambda: TensorBoardSink(root / "tensorboard")
+    if logging.wandb:
+        sinks["wandb"] = lambda: WandbSink(root, to_jsonable(rank.config)["values"])
+
+    def say_once(name: str, error: Exception) -> None:
+        if BOX.unwritten(name, error):
+            rank.say(f"{name} cannot be written ({error}); training goes on")
+
+    with MARKS.calling("WandbLogger constructor" if logging.wandb else "MetricsWriter constructor"):
+        return contextlib.closing(MetricsWriter(rank.run_dir.metrics, sinks, say_once))
 
 
 def _print_step(rank: _Rank, info: StepInfo) -> None:

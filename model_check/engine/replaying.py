@@ -22,8 +22,8 @@ from model_check.engine.loop import StepInfo
 from model_check.engine.passes import Passes, WholeModel
 from model_check.engine.step import TrainStep
 from model_check.numerics.banner import BadTensor
+from model_check.numerics.finite import checkable, is_finite, local_part
 from model_check.numerics.origins import Origin, OriginFinder
-from model_check.numerics.ranges import checkable, is_finite, local_part
 
 
 @dataclass(frozen=True)

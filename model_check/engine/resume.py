@@ -22,6 +22,7 @@ from model_check.blackbox.box import BOX
 from model_check.checkpoint.manifest import Manifest
 from model_check.checkpoint.weight_files import StoredTensor, Weights, clean_name
 from model_check.data import Cursor
+from model_check.engine.split_adamw import master_of, store_master
 from model_check.errors import CheckpointError
 from model_check.models import own_name
 from model_check.models.distribute import fill
@@ -138,6 +139,29 @@ def materialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+@torch.no_grad()
+def carry_masters(folder: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fills the weights whose fp32 master the checkpoint keeps in another form than this rank; one tensor at a time.
+
+    Whole parameters on a GPU are bf16 with the low half of the master beside them (see split_adamw); shards are fp32.
+    Copying one into the other would round every weight to bf16, and with it lose the small steps of the last part of a
+    training.
+    """
+    from model_check.checkpoint.shards import read_tensor
+
+    for held_as, parameter in model.named_parameters():
+        name = clean_name(held_as)
+        stored, stored_low = manifest.tensors.get(f"model.{name}"), manifest.tensors.get(f"optimizer.{name}.low")
+        low = optimizer.state[parameter].get("low") if parameter in optimizer.state else None
+        if stored is None or (stored_low is None) == (low is None):
+            continue
+        whole = read_tensor(folder, stored)
+        if stored_low is not None:
+            fill(parameter, master_of(whole, read_tensor(folder, stored_low)))
+        elif low is not None and whole.dtype == torch.float32:
+            store_master(whole.to(parameter.device), parameter, low)
 
 
 def random_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:

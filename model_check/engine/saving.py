@@ -10,48 +10,50 @@ from typing import TYPE_CHECKING
 
 from model_check.blackbox.spans import span
 from model_check.checkpoint.peers import Peers
-from model_check.config import Config
 from model_check.engine.loop import StepInfo
 from model_check.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from model_check.checkpoint.saver import Saved, Saver
+    from model_check.checkpoint.saver import Saved
     from model_check.engine.session import Session
-
-
-def open_saver(config: Config, peers: Peers, *, lineage: Path | None, name: str, origin: Path | None = None) -> Saver:
-    """The saver that the configuration asks for. Collective."""
-    # DTensor and sympy come with it: a second that a run without checkpoints does not need.
-    from model_check.checkpoint.saver import Retention, Saver
-
-    wanted = config.checkpoint
-    return Saver(
-        Path(wanted.dir),
-        peers,
-        lineage=lineage,
-        origin=origin,
-        name=name,
-        background=wanted.async_save,
-        retention=Retention(wanted.keep, wanted.keep_every, wanted.keep_best),
-    )
 
 
 class Saving:
     """The saves of one run: due every `checkpoint.interval` steps, at the end, and when the run is asked to stop."""
 
     def __init__(
-        self, session: Session, saver: Saver, *, last_step: int, say: Callable[[str], None] = lambda line: None
+        self,
+        session: Session,
+        peers: Peers,
+        *,
+        name: str,
+        last_step: int,
+        lineage: Path | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """Collective. `lineage` is the one to go on saving into; None: a new one with this name."""
+        # DTensor and sympy come with it: a second that a run without checkpoints does not need.
+        from model_check.checkpoint.saver import Retention, Saver
+
+        wanted = session.config.checkpoint
         self._session = session
-        self._saver = saver
+        self._saver = Saver(
+            Path(wanted.dir),
+            peers,
+            lineage=lineage,
+            origin=session.continued,
+            name=name,
+            background=wanted.async_save,
+            retention=Retention(wanted.keep, wanted.keep_every, wanted.keep_best),
+        )
         self._last_step = last_step
         self._say = say if session.place.is_first else lambda line: None
-        self._interval = session.config.checkpoint.interval
-        self._stops_on_failure = session.config.checkpoint.on_full == "stop"
+        self._interval = wanted.interval
+        self._stops_on_failure = wanted.on_full == "stop"
         self._begun: int | None = None
         self._paused: dict[int, float] = {}  # by step, of the saves whose end has not been said yet
         self._prepared = self._interval == 0
-        session.train_step.before_update = saver.hold_update
+        session.train_step.before_update = self._saver.hold_update
         # Running means of a norm and the like: saved, and changed by the next forward, before any update.
         model = session.bare_model
         self._forward_changes_state = bool(model.state_dict().keys() - dict(model.named_parameters()).keys())
@@ -61,6 +63,11 @@ class Saving:
     @property
     def folder(self) -> Path:
         return self._saver.lineage
+
+    @property
+    def shared(self) -> Path | None:
+        """The lineage that it would save into, where another run does so already."""
+        return self._saver.shared
 
     @property
     def must_stop(self) -> bool:

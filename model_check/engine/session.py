@@ -92,7 +92,6 @@ class Session:
     def restore(self, checkpoint: Checkpoint) -> list[str]:
         """Puts back what `state` and `extra` saved; returns what to tell the user."""
         from model_check.checkpoint.shards import load_into
-        from model_check.engine.masters import carry_masters
 
         manifest, optimizer = checkpoint.manifest, self.train_step.optimizer
         whole = any(name.startswith("optimizer.") for name in manifest.tensors)
@@ -106,7 +105,7 @@ class Session:
                 state.update(moments)
             load_into(checkpoint.path, manifest, {k: v for k, v in state.items() if k in manifest.tensors})
             if whole:
-                carry_masters(checkpoint.path, manifest, self.bare_model, optimizer)
+                resume.carry_masters(checkpoint.path, manifest, self.bare_model, optimizer)
         if progress is None:
             return ["it holds weights only: optimizer, data and step count start fresh"]
         self.continued = checkpoint.path

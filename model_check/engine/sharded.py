@@ -1,4 +1,6 @@
-"""Passes and gradient norm of a model whose parameters live in shards (fsdp, hsdp, tensor parallelism)."""
+"""A model whose parameters live in shards (fsdp, hsdp, tensor parallelism): its mesh, its passes, its gradient norm.
+
+Imported only by jobs that need it."""
 
 from __future__ import annotations
 
@@ -10,13 +12,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from model_check.engine.mesh import PIPELINE
 from model_check.engine.passes import WholeModel
 from model_check.engine.precision import Precision
+from model_check.plan.layout import Layout
+
+PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+
+
+def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """All ranks of the job as one mesh. Context slices count as shards: their gradients are averaged likewise."""
+    sizes = (layout.pipeline, layout.replicate, layout.shard * layout.context, layout.tensor)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=(PIPELINE, REPLICATE, SHARD, TENSOR))
+
+
+def context_group(layout: Layout, device: torch.device) -> tuple[ProcessGroup, int]:
+    """The ranks that share each sequence, and this rank's place among them: neighbours but for their tensor slices."""
+    outer = layout.world_size // (layout.context * layout.tensor)
+    names = ("outside", "context", "inside")
+    mesh = init_device_mesh(device.type, (outer, layout.context, layout.tensor), mesh_dim_names=names)
+    return mesh.get_group("context"), mesh.get_local_rank("context")
+
+
+def shard_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """What fully_shard takes: one dimension for FSDP, two where groups of shards are replicas of each other."""
+    return mesh[REPLICATE, SHARD] if layout.replicate > 1 else mesh[SHARD]
 
 
 class ShardedModel(WholeModel):
@@ -31,19 +55,15 @@ class ShardedModel(WholeModel):
         self._keep_gathered = keep_gathered
 
     def exchange(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Says what the next backward pass does with its gradients and with the gathered parameters."""
         if isinstance(self.model, FSDPModule):
-            exchange_gradients(self.model, is_last=is_last, keep_gathered=self._keep_gathered)
+            self.model.set_is_last_backward(is_last)
+            if self._keep_gathered:
+                self.model.set_requires_gradient_sync(is_last)
+                self.model.set_reshard_after_backward(is_last)
+            else:
+                self.model.set_requires_all_reduce(is_last)
         return contextlib.nullcontext()
-
-
-def exchange_gradients(model: FSDPModule, *, is_last: bool, keep_gathered: bool) -> None:
-    """Says what the next backward pass does with its gradients and with the gathered parameters."""
-    model.set_is_last_backward(is_last)
-    if keep_gathered:
-        model.set_requires_gradient_sync(is_last)
-        model.set_reshard_after_backward(is_last)
-    else:
-        model.set_requires_all_reduce(is_last)
 
 
 class ShardedNorm:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +16,13 @@ from model_check.engine.precision import LossScale, Precision
 from model_check.numerics.finite import LocalCheck
 
 
-@dataclass(frozen=True)
-class StepTensors:
-    """What a step leaves on the device, packed for one copy.
-
-    loss, gradient norm, skipped, ranks asked to stop: the same on every rank; whether this rank's own loss or gradients
-    were bad before they were exchanged; whether the step must be explained; the loss scale it ran with.
-    """
-
-    packed: torch.Tensor
-
-
 class TrainStep:
-    """Callable: micro-batches in, StepTensors out. Holds what every step needs and nothing that changes otherwise."""
+    """Callable: micro-batches in, numbers out. Holds what every step needs and nothing that changes otherwise.
+
+    The numbers stay on the device, in one tensor for one copy: loss, gradient norm, skipped, ranks asked to stop, the
+    same on every rank; whether this rank's own loss or gradients were bad before they were exchanged; whether the step
+    must be explained; the loss scale it ran with.
+    """
 
     def __init__(
         self,
@@ -79,7 +72,7 @@ class TrainStep:
         """The host has looked: weights may change again."""
         self._held.zero_()
 
-    def __call__(self, micro_batches: Sequence[Any], rate: float, *, stop_requested: bool = False) -> StepTensors:
+    def __call__(self, micro_batches: Sequence[Any], rate: float, *, stop_requested: bool = False) -> torch.Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.begin()
@@ -97,7 +90,7 @@ class TrainStep:
         self.loss_scale.update(skipped)
         if self.holds_after_hit:
             torch.maximum(self._held, hit, out=self._held)
-        return StepTensors(torch.stack([mean_loss, norm, skipped, stops, self._own_fault(loss, skipped), hit, scale]))
+        return torch.stack([mean_loss, norm, skipped, stops, self._own_fault(loss, skipped), hit, scale])
 
     def _is_no_mere_overflow(self, mean_loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """A scaled float16 gradient may overflow now and then: the scale is lowered, and that is all."""

@@ -105,7 +105,8 @@ def summarize(events: Iterable[Mapping[str, Any]], steps_done: int | None = None
     taken = _sweep(inside, begin, end)
     total = end - begin
     shares = dict(sorted(((what, t / total) for what, t in taken.items() if t > 0), key=lambda item: -item[1]))
-    communicating = _union([s for s in inside if s.priority == _COMMUNICATION])
+    alone = _sweep([s for s in inside if s.priority == _COMMUNICATION], begin, end)
+    communicating = sum(t for what, t in alone.items() if what != _IDLE)
     exposed = sum(share for what, share in shares.items() if what.startswith("exposed "))
     return TraceSummary(
         steps=len(steps),
@@ -186,14 +187,6 @@ def _sweep(spans: Sequence[_Span], begin: float, end: float) -> dict[str, float]
             heapq.heappop(active)
         taken[active[0][3].label if active else _IDLE] += stop - start
     return taken
-
-
-def _union(spans: Sequence[_Span]) -> float:
-    covered, reached = 0.0, float("-inf")
-    for span in sorted(spans):
-        covered += max(0.0, span.end - max(span.start, reached))
-        reached = max(reached, span.end)
-    return covered
 
 
 def _advice(shares: Mapping[str, float]) -> str:

@@ -20,13 +20,14 @@ from torch import nn
 from model_check.checkpoint.peers import Peers
 from model_check.config import Config, load_config
 from model_check.data import Cursor, prepare
-from model_check.engine.data_spec import data_spec
+from model_check.engine.data_and_shape import data_spec
+from model_check.engine.feed import open_loader
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place, join, own_device
 from model_check.engine.profile import profiled
-from model_check.engine.saving import Saving, open_saver
+from model_check.engine.saving import Saving
 from model_check.engine.session import Batches
-from model_check.engine.worker import assemble, fit, open_loader
+from model_check.engine.worker import assemble, fit
 from model_check.errors import UsageError
 from model_check.record import RunDir, new_run_id
 
@@ -132,12 +133,7 @@ class DDPTrainer:
                 "debug.on_nan=rollback goes back to an earlier batch, and batches given to the trainer cannot go back",
                 remedy="name the data in the config, or set debug.on_nan to skip or halt",
             )
-        join(
-            self.place,
-            backend=config.system.backend,
-            timeout_s=config.system.timeout_s,
-            host_tensors=config.fsdp.cpu_offload,
-        )
+        join(self.place, config)
         held_out = None
         loader: Batches
         if self._data is None:
@@ -148,8 +144,7 @@ class DDPTrainer:
         session = assemble(config, self.place, loader, model=self.model, held_out=held_out)
         saving = None
         if save_checkpoints:
-            saver = open_saver(config, Peers(), lineage=None, name=new_run_id())
-            saving = Saving(session, saver, last_step=config.training.max_steps)
+            saving = Saving(session, Peers(), name=new_run_id(), last_step=config.training.max_steps)
         result = TrainResult()
         if profile:
             result.trace_dir = RunDir.create().root / "profile"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,16 @@ from model_check.checkpoint.verify import Checkpoint
 from model_check.checkpoint.weight_files import open_weights
 from model_check.config import Config
 from model_check.config.shard_index import is_weights_folder
-from model_check.data import BatchLoader, PackedCache, load_tokenizer
+from model_check.data import PackedCache, load_tokenizer
 from model_check.engine import resume
-from model_check.engine.arrangement import Arranged, arrange_llama, arrange_module
-from model_check.engine.evaluate import validation_loss
+from model_check.engine.arrangement import arrange_llama, arrange_module
+from model_check.engine.evaluate import evaluator
 from model_check.engine.feed import context_cut, on_device
 from model_check.engine.gradient_check import GradientCheck
 from model_check.engine.guard import Guard
 from model_check.engine.inputs import StepInputs
 from model_check.engine.loop import Loop, LoopPlan, StepInfo
-from model_check.engine.memory_retry import RetryingPasses, check_can_retry, split
+from model_check.engine.memory_retry import RetryingPasses, split
 from model_check.engine.optimizer import build_optimizer
 from model_check.engine.passes import Passes
 from model_check.engine.place import Place
@@ -39,41 +38,9 @@ from model_check.engine.saving import Saving
 from model_check.engine.schedule import rate_factor
 from model_check.engine.session import Batches, Session, seed_everything
 from model_check.engine.step import TrainStep
-from model_check.errors import CheckpointError, NumericsError, UsageError
+from model_check.errors import CheckpointError, NumericsError
 from model_check.models import Llama
-from model_check.plan.flops import count_flops_per_token
-from model_check.plan.layout import Layout, data_rank
-from model_check.plan.peaks import peak_flops
-
-
-def open_loader(config: Config, place: Place, cache: PackedCache) -> BatchLoader:
-    """This rank's share of every global batch of the training data."""
-    return BatchLoader(
-        cache,
-        batch_size=config.training.batch_size,
-        context_length=config.training.context_length,
-        rank=data_rank(config, place.rank, place.world_size),
-        world_size=config.data_parallel(place.world_size),
-        seed=config.system.seed,
-        grad_accum=config.accumulation(place.world_size),
-        num_workers=config.training.num_workers,
-        document_mask=config.data.document_mask,
-        pin_memory=place.device.type == "cuda",
-    )
-
-
-@dataclass(frozen=True)
-class Built:
-    """What a rank trains, before it has data."""
-
-    config: Config
-    place: Place
-    layout: Layout
-    bare_model: nn.Module
-    train_step: TrainStep
-
-    def with_data(self, loader: Batches, held_out: PackedCache | None) -> Session:
-        return Session(self.config, self.place, self.layout, self.bare_model, self.train_step, loader, held_out)
+from model_check.plan.flops import count_flops_per_token, peak_flops
 
 
 def assemble(
@@ -84,12 +51,7 @@ def assemble(
     model: nn.Module | None = None,
     held_out: PackedCache | None = None,
 ) -> Session:
-    """Builds what the loop needs. A model that is passed in is trained as it is."""
-    return build(config, place, model).with_data(loader, held_out)
-
-
-def build(config: Config, place: Place, model: nn.Module | None = None) -> Built:
-    """The model as this rank holds it, its optimizer and its step."""
+    """The model as this rank holds it, its optimizer and its step. A model that is passed in is trained as it is."""
     training = config.training
     seed_everything(config.system.seed, place.rank)
     with span("model"):
@@ -104,20 +66,13 @@ def build(config: Config, place: Place, model: nn.Module | None = None) -> Built
             arranged.precision,
             place,
             max_grad_norm=training.max_grad_norm,
-            passes=_passes(arranged, place, oom_retry=training.oom_retry),
+            passes=RetryingPasses(arranged, place) if training.oom_retry else arranged.passes,
             norm_of=arranged.norm_of,
             losses_in_job=arranged.losses_in_job,
             local_check=arranged.local_check,
         )
     MARKS.passed(6)
-    return Built(config, place, arranged.layout, arranged.bare_model, train_step)
-
-
-def _passes(arranged: Arranged, place: Place, *, oom_retry: bool) -> Passes:
-    if not oom_retry:
-        return arranged.passes
-    check_can_retry(arranged.layout)
-    return RetryingPasses(arranged.passes, arranged.model, place)
+    return Session(config, place, arranged.layout, arranged.bare_model, train_step, loader, held_out)
 
 
 def _plan(session: Session, max_steps: int) -> LoopPlan:
@@ -140,51 +95,6 @@ def _plan(session: Session, max_steps: int) -> LoopPlan:
         flops_per_token=flops,
         peak_flops=peak,
     )
-
-
-def check_held_out(config: Config, world_size: int, held_out: PackedCache) -> None:
-    """Ranks that share a model share their samples, so those must fill a batch of each data-parallel rank only."""
-    needed = config.training.batch_size * config.data_parallel(world_size)
-    available = held_out.samples(config.training.context_length)
-    if available < needed:
-        raise UsageError(
-            f"the {available} held-out samples do not fill one batch of {needed}",
-            remedy="raise data.validation_fraction or data.samples, or set training.eval_interval=0",
-        )
-
-
-def _evaluator(session: Session) -> Callable[[int], float | None]:
-    """Evaluates every eval_interval steps on the same held-out samples."""
-    config, place = session.config, session.place
-    held_out = session.held_out
-    if not config.training.eval_interval or held_out is None:
-        return lambda step: None
-    check_held_out(config, place.world_size, held_out)
-
-    def batches() -> Iterator[Any]:
-        loader = BatchLoader(
-            held_out,
-            batch_size=config.training.batch_size,
-            context_length=config.training.context_length,
-            rank=data_rank(config, place.rank, place.world_size),
-            world_size=config.data_parallel(place.world_size),
-            seed=config.system.seed,
-            document_mask=config.data.document_mask,
-        )
-        feed = on_device(loader, place.device, context_cut(config, place.rank))
-        try:
-            for _ in range(config.training.eval_batches):
-                yield next(feed)
-        finally:
-            loader.close()
-
-    def evaluate(step: int) -> float | None:
-        if (step + 1) % config.training.eval_interval:
-            return None
-        with span("eval"):
-            return validation_loss(session.train_step.model, session.train_step.passes, batches, place)
-
-    return evaluate
 
 
 def fit(
@@ -258,7 +168,6 @@ def _loop(
     """The loop from where the session stands."""
     config = session.config
     every = config.training.eval_interval
-    schedule = config.training.scheduler
 
     def saves_after(step: int) -> bool:
         return saving is not None and saving.is_due(step)
@@ -269,21 +178,13 @@ def _loop(
         session.train_step,
         named_waits(batches) if config.training.profile else batches,
         rate_of=lambda step: (
-            config.training.learning_rate
-            * rate_factor(
-                step,
-                kind=schedule.type,
-                warmup_steps=schedule.warmup_steps,
-                max_steps=config.training.max_steps,
-                min_ratio=schedule.min_ratio,
-                decay_fraction=schedule.decay_fraction,
-            )
+            config.training.learning_rate * rate_factor(step, config.training.scheduler, config.training.max_steps)
         ),
         stop_requested=lambda: stop_requested() or (saving is not None and saving.must_stop),
         needs_result=lambda step: (
             config.debug.nan or saves_after(step) or check.is_due(step) or (every > 0 and (step + 1) % every == 0)
         ),
-        evaluate=_evaluator(session),
+        evaluate=evaluator(session),
         left_out=dict(left_out),
     )
 
@@ -298,11 +199,9 @@ def _goes_back(
 ) -> bool:
     """Explains a bad step; raises where the run must stop, says whether it went back to a checkpoint."""
     checkpoint = _to_go_back_to(session, saving) if saving is not None and guard.wants_back else None
-    outcome = guard.handle(info, inputs, checkpoint=checkpoint.step if checkpoint is not None else None)
-    if outcome is None or outcome.action == "skip":
+    if not guard.handle(info, inputs, checkpoint=checkpoint.step if checkpoint is not None else None):
         return False
-    if outcome.action == "halt" or checkpoint is None:
-        raise outcome.error
+    assert checkpoint is not None
     notes = session.restore(checkpoint)
     if session.place.is_first:
         for note in notes:

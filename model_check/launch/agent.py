@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -24,16 +23,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from model_check.launch.console import Console
 from model_check.launch.group import RankGroup
-from model_check.launch.log_room import LogRoom
-from model_check.launch.logfiles import LogDir
+from model_check.launch.log_files import LogRoom
 from model_check.launch.nursery import Nursery, StartRank
-from model_check.launch.signals import StopRequest
-from model_check.record import RunDir
 from model_check.record.events.job import EndedByHook, Restart, StopRequested
-from model_check.record.journal import Journal
-from model_check.record.rank_context import RankContext
 from model_check.record.rank_exits import FailedRank, first_failure, read_error, weigh
-from model_check.supervise.hooks import Graces, Hooks, JobEnded, JobStopped, JobView, Outcome
+from model_check.supervise.hooks import JobEnded, JobStopped, JobView, Outcome
+
+if TYPE_CHECKING:
+    from model_check.launch.job import Job
 
 POLL_S = 0.1
 # A victim can be seen before the rank that caused it, whose exit may take a moment longer.
@@ -41,32 +38,18 @@ _CULPRIT_PATIENCE_S = 0.5
 
 
 class RankAgent(SimpleElasticAgent):
-    """Runs one host's ranks. `describe_rank` gives a rank its context and environment on top of torch's variables."""
+    """Runs one host's ranks, with the context and environment that the job's placement adds to torch's variables."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        *,
-        nursery: Nursery,
-        journal: Journal,
-        logs: LogDir,
-        run_dir: RunDir,
-        describe_rank: Callable[[Worker, WorkerGroup, int], tuple[RankContext, dict[str, str]]],
-        stop: StopRequest,
-        graces: Graces,
-        hooks: Hooks,
-        console: Console,
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, job: Job, nursery: Nursery, console: Console) -> None:
         super().__init__(spec)
         self._nursery = nursery
-        self._journal = journal
-        self._logs = logs
-        self._run_dir = run_dir
-        self._describe_rank = describe_rank
-        self._stop = stop
-        self._graces = graces
-        self._hooks = hooks
         self._console = console
+        self._placement = job.placement
+        self._journal = job.journal
+        self._logs = job.logs
+        self._stop = job.stop
+        self._graces = job.graces
+        self._hooks = job.hooks
         self._ranks: RankGroup | None = None
         self._started_at = 0.0
         self._log_room = LogRoom()
@@ -87,7 +70,7 @@ class RankAgent(SimpleElasticAgent):
             self._console.say(f"restarting all ranks, attempt {attempt} of {spec.max_restarts}")
         requests: list[StartRank] = []
         for worker in worker_group.workers:
-            context, env = self._describe_rank(worker, worker_group, attempt)
+            context, env = self._placement.describe(worker, worker_group, attempt)
             self.labels[context.rank] = context.label
             log = self._logs.rank(context.rank)
             self._console.follow(context.label, log)
@@ -175,7 +158,7 @@ class RankAgent(SimpleElasticAgent):
         return [
             weigh(
                 exit,
-                read_error(self._run_dir, exit, self._logs.error_file(exit.rank, exit.attempt)),
+                read_error(self._placement.run_dir, exit, self._logs.error_file(exit.rank, exit.attempt)),
                 self._logs.rank(exit.rank),
             )
             for exit in ranks.exits
@@ -193,7 +176,7 @@ class RankAgent(SimpleElasticAgent):
 
     def _view(self, ranks: RankGroup) -> JobView:
         return JobView(
-            run_dir=self._run_dir,
+            run_dir=self._placement.run_dir,
             attempt=ranks.attempt,
             pids=dict(ranks.pids),
             running=tuple(ranks.running),

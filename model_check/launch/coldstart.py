@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 from model_check.blackbox.gate import Gate, GatePlan
 from model_check.launch.ranks import finish_interpreter, prepare_interpreter, run_entry
@@ -13,18 +13,15 @@ from model_check.launch.ranks import finish_interpreter, prepare_interpreter, ru
 
 def main(fd: int) -> int:
     """Runs the entry and returns the rank's exit code. The bytes come from our own launcher, not from outside."""
+    plan = GatePlan.from_environment(os.environ)
     with os.fdopen(fd, "rb") as file:
         sys.path[:] = pickle.load(file)
-        with _gate():  # what follows imports the entry's module, and torch with it
+        # What follows imports the entry's module, and torch with it.
+        with Gate(plan, int(os.environ["RANK"])).passing() if plan is not None else nullcontext():
             entry, payload = pickle.load(file)
         context = pickle.load(file)
     prepare_interpreter()
     return run_entry(entry, context, payload)
-
-
-def _gate() -> AbstractContextManager[None]:
-    plan = GatePlan.from_environment(os.environ)
-    return nullcontext() if plan is None else Gate(plan, int(os.environ["RANK"])).passing()
 
 
 if __name__ == "__main__":

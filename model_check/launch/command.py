@@ -22,7 +22,7 @@ from typing import Any
 
 from model_check.errors import UsageError
 from model_check.launch import orphans
-from model_check.launch.injection import forget_outer_job
+from model_check.launch.job import forget_outer_job
 from model_check.launch.reaper import Guard, JobMark
 from model_check.launch.signals import KEYS, Requests
 from model_check.record import RunDir
@@ -81,24 +81,18 @@ def run_command(
         return _CommandJob(process, guard.pid, mark, run_dir, supervisor, stop_grace_s).run()
 
 
+@dataclass
 class _CommandJob:
     """The loop around one command."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        guard_pid: int,
-        mark: JobMark,
-        run_dir: RunDir,
-        supervisor: Supervisor,
-        stop_grace_s: float,
-    ) -> None:
-        self._guard_pid = guard_pid
-        self._mark = mark
-        self._stop_grace_s = stop_grace_s
-        self._process = process
-        self._run_dir = run_dir
-        self._supervisor = supervisor
+    _process: subprocess.Popen[bytes]
+    _guard_pid: int
+    _mark: JobMark
+    _run_dir: RunDir
+    _supervisor: Supervisor
+    _stop_grace_s: float
+
+    def __post_init__(self) -> None:
         self._watcher = ExitWatcher()
         self._rank_of: dict[int, int] = {}
         self._identities: dict[int, Mapping[str, Any]] = {}

@@ -6,6 +6,7 @@ Runs on a thread of its own, so that a reader that stops reading (a pager, a ful
 from __future__ import annotations
 
 import json
+import os
 import queue
 import sys
 import threading
@@ -14,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from model_check.launch.loglines import clean, fitted, labelled
-from model_check.launch.tail import LineTail
-from model_check.launch.tracebacks import Tracebacks
+from model_check.launch.log_lines import LineTail, Tracebacks, clean, fitted, labelled
 from model_check.record.step_lines import clock
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ class Console:
     """Follows the logs of the ranks until it is closed. `say` adds a line of the launcher's own."""
 
     def __init__(self, metrics: Path, options: ConsoleOptions) -> None:
-        stream = options.stream or sys.stdout
+        stream = self._stream = options.stream or sys.stdout
         live = stream.isatty() if options.live is None else options.live
         self._screen: _Screen = _Terminal(stream, options.max_steps) if live else _Pipe(stream)
         self._log_copies = options.log_copies
@@ -149,6 +148,9 @@ class Console:
         """Prints what is left. Where nobody reads, it gives up after a few seconds: the log files have everything."""
         self._closing.set()
         self._thread.join(_FAREWELL_S)
+        if self._thread.is_alive() and self._stream is sys.stdout:
+            # The thread holds the stream's lock: our exit would wait for it, or abort, at the last flush.
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
     def _run(self) -> None:
         try:

@@ -10,18 +10,18 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from model_check.blackbox.box import GuardMode
+from model_check.blackbox.box import GUARD_VARIABLE, GuardMode
 from model_check.errors import UsageError
 from model_check.launch.gpus import list_gpus
-from model_check.launch.injection import injected_environment
 from model_check.launch.job import JobResult, launch_job
 from model_check.launch.programs import Command
 from model_check.record import RunDir
-from model_check.record.rank_context import RankContext
+from model_check.record.paths import RUN_DIR_VARIABLE
 from model_check.supervise.hooks import Graces
 from model_check.supervise.supervisor import Supervisor
 
@@ -61,15 +61,19 @@ def _can_be_found(module: str) -> bool:
     return first != "" and (here or importlib.util.find_spec(first)) is not None
 
 
-@dataclass(frozen=True)
-class RankCommand(Command):
-    """The user's command with the launcher's own standard input, kept on a descriptor that survives the fork."""
+def injected_environment(
+    run_dir: RunDir, environ: Mapping[str, str], bootstrap: str, guard: GuardMode = "observe"
+) -> dict[str, str]:
+    """Names the run directory and the guard, and puts the bootstrap's folder in front of the user's PYTHONPATH.
 
-    stdin_fd: int
-
-    def run(self, context: RankContext) -> int:
-        os.dup2(self.stdin_fd, 0)
-        return super().run(context)
+    `guard`: whether a step with numbers that are not finite is reported, refused, or not looked for.
+    """
+    path = environ.get("PYTHONPATH")
+    return {
+        RUN_DIR_VARIABLE: str(run_dir.root),
+        GUARD_VARIABLE: guard,
+        "PYTHONPATH": os.pathsep.join([bootstrap, *([path] if path else [])]),
+    }
 
 
 def run_script(
@@ -96,7 +100,7 @@ def run_script(
     stdin = os.dup(0)
     try:
         return launch_job(
-            RankCommand(script.argv(), stdin),
+            Command(script.argv(), stdin),
             nproc=nproc,
             run_dir=run_dir,
             gpus=list_gpus(),

@@ -15,8 +15,7 @@ import psutil
 from model_check.blackbox.gate import DEFAULT_PATIENCE_S, PATIENCE_VARIABLE, GatePlan
 from model_check.errors import UsageError
 from model_check.record import RunDir
-from model_check.record.cgroups import memory_cgroups
-from model_check.supervise.memorykills import memory_in_use, memory_limit
+from model_check.record.cgroups import memory_cgroups, memory_in_use, memory_limit
 
 # What a rank may need until its imports are done: torch with CUDA libraries, transformers and datasets, with room.
 IMPORT_NEED_BYTES = 1 << 30
@@ -25,18 +24,17 @@ _FREE_MEMORY_SHARE = 0.8
 
 def plan_gate(run_dir: RunDir, nproc: int, *, followed: bool = False) -> GatePlan:
     """The gate of a job on this host. `followed`: the launcher shows its lines, so ranks leave them in a file."""
-    slots = slot_count(
-        nproc,
-        free_bytes=free_memory(),
-        cores=len(os.sched_getaffinity(0)),
-        need_bytes=IMPORT_NEED_BYTES,
-    )
-    return replace(GatePlan.in_run_dir(run_dir.root, slots, followed=followed), patience_s=patience(os.environ))
+    cores = len(os.sched_getaffinity(0))
+    return _plan(run_dir, slot_count(nproc, free_bytes=free_memory(), cores=cores), followed=followed)
 
 
 def plan_compilations(run_dir: RunDir) -> GatePlan:
     """For ranks that are warm-started: of those that compile the same graph one does, the others load it."""
-    return replace(GatePlan.in_run_dir(run_dir.root, 0), patience_s=patience(os.environ))
+    return _plan(run_dir, 0)
+
+
+def _plan(run_dir: RunDir, slots: int, *, followed: bool = False) -> GatePlan:
+    return replace(GatePlan.in_run_dir(run_dir.root, slots, followed=followed), patience_s=patience(os.environ))
 
 
 def patience(environ: Mapping[str, str]) -> float:
@@ -53,9 +51,9 @@ def patience(environ: Mapping[str, str]) -> float:
     return seconds
 
 
-def slot_count(nproc: int, *, free_bytes: int, cores: int, need_bytes: int) -> int:
+def slot_count(nproc: int, *, free_bytes: int, cores: int) -> int:
     """As many as the free memory holds, and one for every two cores; at least one."""
-    fit = int(free_bytes * _FREE_MEMORY_SHARE) // need_bytes
+    fit = int(free_bytes * _FREE_MEMORY_SHARE) // IMPORT_NEED_BYTES
     return max(1, min(nproc, fit, cores // 2))
 
 

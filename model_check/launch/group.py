@@ -6,9 +6,10 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from model_check.errors import LaunchError
-from model_check.launch.nursery import Nursery, RankEnded, RankRefused, RankStarted, StartRank
+from model_check.launch.nursery import EndOrphans, Nursery, RankEnded, RankRefused, RankStarted, SignalRank, StartRank
 from model_check.record.events import job as events
 from model_check.record.events.job import RankExit
 from model_check.record.journal import Journal
@@ -17,23 +18,19 @@ from model_check.supervise import processes
 _STOP_POLL_S = 0.05
 
 
+@dataclass
 class RankGroup:
     """Starts N ranks through the nursery and keeps the order in which they ended."""
 
-    def __init__(
-        self,
-        nursery: Nursery,
-        journal: Journal,
-        requests: Sequence[StartRank],
-        on_exit: Callable[[RankExit], None] | None = None,
-    ) -> None:
-        self._nursery = nursery
-        self._journal = journal
-        self._requests = requests
-        self._on_exit = on_exit
+    _nursery: Nursery
+    _journal: Journal
+    _requests: Sequence[StartRank]
+    _on_exit: Callable[[RankExit], None] | None = None
+
+    def __post_init__(self) -> None:
         self._rank_of: dict[int, int] = {}
         self._signalled: dict[int, float] = {}
-        self.attempt = requests[0].context.attempt
+        self.attempt = self._requests[0].context.attempt
         self.pids: dict[int, int] = {}
         self.exits: list[RankExit] = []
 
@@ -45,7 +42,7 @@ class RankGroup:
 
     def start(self) -> None:
         for request in self._requests:
-            self._nursery.start(request)
+            self._nursery.send(request)
         while len(self.pids) < len(self._requests):
             self.wait(1.0)
 
@@ -74,7 +71,7 @@ class RankGroup:
     def pass_on(self, number: int) -> None:
         """Forwards a signal that is meant for the script, which decides what happens."""
         for rank in self.running:
-            self._nursery.signal(self.pids[rank], number)
+            self._nursery.send(SignalRank(self.pids[rank], number))
 
     def end(
         self,
@@ -93,7 +90,7 @@ class RankGroup:
         self.tell(number)
         for rank in self.running:
             if processes.is_stopped(self.pids[rank]):
-                self._nursery.signal(self.pids[rank], signal.SIGCONT)
+                self._nursery.send(SignalRank(self.pids[rank], signal.SIGCONT))
         hurried = False
         deadline = time.monotonic() + grace_s
         while self.running and time.monotonic() < deadline and not (hurried := hurry is not None and hurry()):
@@ -103,7 +100,7 @@ class RankGroup:
         if self.running:
             self.kill()
         if hurried:
-            self._nursery.end_orphans()
+            self._nursery.send(EndOrphans())
         while self.running:
             self.wait(_STOP_POLL_S)
 
@@ -111,7 +108,7 @@ class RankGroup:
         now = time.monotonic()
         for rank in self.running:
             self._signalled.setdefault(rank, now)
-            self._nursery.signal(self.pids[rank], number, tree=tree)
+            self._nursery.send(SignalRank(self.pids[rank], number, tree))
             name = signal.Signals(number).name
             self._journal.write(events.SignalSent(t=now, rank=rank, pid=self.pids[rank], signal=name))
 

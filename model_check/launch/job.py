@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from model_check.blackbox.box import RANK_PID_VARIABLE
+from model_check.blackbox.gate import FOLDER_VARIABLE, LINES_VARIABLE, SLOTS_VARIABLE
 from model_check.errors import LaunchError, UsageError
 from model_check.launch.console import Console, ConsoleOptions
 from model_check.launch.gate import plan_compilations, plan_gate
 from model_check.launch.gpus import Gpu
-from model_check.launch.injection import forget_outer_job
 from model_check.launch.limits import ResidentWatch, check_address_space
-from model_check.launch.logfiles import LogDir
+from model_check.launch.log_files import LogDir, remove_old_logs
 from model_check.launch.nursery import Nursery
-from model_check.launch.oldlogs import remove_old_logs
 from model_check.launch.placement import Hosts, Placement
 from model_check.launch.programs import ColdFunction, Command, Entry, Program, WarmFunction
 from model_check.launch.signals import StopBeforeStart, StopRequest
@@ -27,11 +27,11 @@ from model_check.launch.warmstart import DEFAULT_PRELOAD, preload, why_not_warm
 from model_check.record import RunDir
 from model_check.record.events import job as events
 from model_check.record.events.crashes import UncaughtException
-from model_check.record.events.job import EXIT_STOPPED_AND_SAVED, RankExit
+from model_check.record.events.job import CLEAN_CODES, EXIT_STOPPED_AND_SAVED, RankExit
 from model_check.record.events.process import JobOver, JobStarted
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import describe
-from model_check.supervise.hooks import EndJob, Graces, Hooks, JobEnded, JobStopped, Outcome
+from model_check.supervise.hooks import Graces, Hooks, JobEnded, JobStopped, Outcome
 
 T = TypeVar("T")
 
@@ -43,10 +43,23 @@ class JobResult:
     exit_code: int
     outcome: Literal["completed", "failed", "interrupted"]
     exits: tuple[RankExit, ...]
-    first_failure: RankExit | None
-    error: UncaughtException | None
-    message: str
     log_dir: Path
+    message: str = ""
+    first_failure: RankExit | None = None
+    error: UncaughtException | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one job on this host is run with."""
+
+    placement: Placement
+    journal: Journal
+    logs: LogDir
+    stop: StopRequest
+    graces: Graces
+    hooks: Hooks
+    max_restarts: int
 
 
 def launch_job(
@@ -92,50 +105,50 @@ def launch_job(
             journal.write(events.OldLogsRemoved(folders=tuple(folder.name for folder in old)))
         if address_space_gb is not None:
             journal.write(events.AddressSpaceLimit(gb=address_space_gb))
-        result = _run(
-            lambda: _open_nursery(entry, payload, start, preload_modules, needs_cuda, address_space_gb),
-            placement,
-            journal,
-            logs,
-            console or ConsoleOptions(),
-            max_restarts,
-            graces or Graces(),
-            hooks,
-            gate.lines if gate is not None else None,
-            StopRequest(as_received=isinstance(entry, Command)),
-        )
+        stop = StopRequest(as_received=isinstance(entry, Command))
+        job = Job(placement, journal, logs, stop, graces or Graces(), hooks, max_restarts)
+        with stop:
+            result = _run(
+                job,
+                lambda: _open_nursery(entry, payload, start, preload_modules, needs_cuda, address_space_gb),
+                console or ConsoleOptions(),
+                gate.lines if gate is not None else None,
+            )
         journal.write(JobOver(outcome=result.outcome, exit_code=result.exit_code))
     return result
 
 
+def forget_outer_job() -> None:
+    """A job that a rank starts, or a notebook that trained before, is a job of its own.
+
+    With the outer rank's mark in their environment its ranks would take themselves for helpers of that rank: no black
+    box, no gate. How long to wait at a gate is the user's word and stays.
+    """
+    for name in (RANK_PID_VARIABLE, FOLDER_VARIABLE, SLOTS_VARIABLE, LINES_VARIABLE):
+        os.environ.pop(name, None)
+
+
 def _run(
+    job: Job,
     open_nursery: Callable[[], tuple[Nursery, str | None]],
-    placement: Placement,
-    journal: Journal,
-    logs: LogDir,
     options: ConsoleOptions,
-    max_restarts: int,
-    graces: Graces,
-    hooks: Hooks,
     gate_lines: Path | None,
-    stop: StopRequest,
 ) -> JobResult:
-    """Opens what a job needs in the order in which it must be closed again: signals, nursery, console."""
-    with stop:
-        try:
-            nursery, cold_because = open_nursery()
-            with closing(nursery), closing(Console(placement.run_dir.metrics, options)) as screen:
-                if gate_lines is not None:
-                    screen.follow("gate", gate_lines)
-                if cold_because:
-                    journal.write(events.ColdStart(reason=cold_because))
-                    screen.say(f"cold start: {cold_because}")
-                result = _supervise(placement, nursery, journal, logs, stop, screen, max_restarts, graces, hooks)
-                if result.message:
-                    screen.say(result.message)
-                return result
-        except StopBeforeStart:
-            return _interrupted(Outcome(), stop, logs)
+    """Opens what a job needs in the order in which it must be closed again: nursery, console."""
+    try:
+        nursery, cold_because = open_nursery()
+        with closing(nursery), closing(Console(job.placement.run_dir.metrics, options)) as screen:
+            if gate_lines is not None:
+                screen.follow("gate", gate_lines)
+            if cold_because:
+                job.journal.write(events.ColdStart(reason=cold_because))
+                screen.say(f"cold start: {cold_because}")
+            result = _supervise(job, nursery, screen)
+            if result.message:
+                screen.say(result.message)
+            return result
+    except StopBeforeStart:
+        return _interrupted(job, Outcome())
 
 
 def _open_nursery(
@@ -167,29 +180,20 @@ def _open_nursery(
     return Nursery(ColdFunction.pickle(entry, payload), address_space_gb=address_space_gb), because
 
 
-def _supervise(
-    placement: Placement,
-    nursery: Nursery,
-    journal: Journal,
-    logs: LogDir,
-    stop: StopRequest,
-    screen: Console,
-    max_restarts: int,
-    graces: Graces,
-    hooks: Hooks,
-) -> JobResult:
+def _supervise(job: Job, nursery: Nursery, screen: Console) -> JobResult:
     # Torch is first imported in the preload, or here where ranks start cold: never with this module.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from model_check.launch.agent import RankAgent
     from model_check.launch.rendezvous import open_rendezvous
 
+    placement, journal = job.placement, job.journal
     handler = _meeting(placement.hosts, lambda: open_rendezvous(placement.hosts, screen.say))
     spec = WorkerSpec(
         role="rank",
         local_world_size=placement.nproc,
         rdzv_handler=handler,
-        max_restarts=max_restarts,
+        max_restarts=job.max_restarts,
         monitor_interval=0.01,  # torch's pause between two looks; ours returns the moment a rank ends
         local_addr=placement.hosts.local_addr,
         entrypoint="model-check",
@@ -202,28 +206,18 @@ def _supervise(
             host=socket.gethostname(),
         )
     )
-    agent = RankAgent(
-        spec,
-        nursery=nursery,
-        journal=journal,
-        logs=logs,
-        run_dir=placement.run_dir,
-        describe_rank=placement.describe,
-        stop=stop,
-        graces=graces,
-        hooks=hooks,
-        console=screen,
-    )
+    agent = RankAgent(spec, job, nursery, screen)
     try:
         _meeting(placement.hosts, agent.run)
     except JobStopped:
-        return _interrupted(agent.outcome, stop, logs)
+        return _interrupted(job, agent.outcome)
     except JobEnded as ended:
-        return _ended(agent.outcome, ended.order, logs)
+        exits, order = tuple(agent.outcome.exits), ended.order
+        return JobResult(order.exit_code, "failed", exits, job.logs.path, order.reason)
     finally:
         agent.give_back_log_room()
         handler.shutdown()
-    return _result(agent.outcome, agent.labels, logs)
+    return _result(job, agent.outcome, agent.labels)
 
 
 def _meeting(hosts: Hosts, act: Callable[[], T]) -> T:
@@ -238,40 +232,26 @@ def _meeting(hosts: Hosts, act: Callable[[], T]) -> T:
         ) from error
 
 
-def _result(outcome: Outcome, labels: Mapping[int, str], logs: LogDir) -> JobResult:
-    exits = tuple(outcome.exits)
-    failure = outcome.failure
+def _result(job: Job, outcome: Outcome, labels: Mapping[int, str]) -> JobResult:
+    """After the last rank: the failure that came first; else 75 if a rank saved and stopped, or 0."""
+    exits, logs, failure = tuple(outcome.exits), job.logs, outcome.failure
     if failure is not None:
-        label = labels[failure.exit.rank]
+        said = describe(failure.exit, failure.error, labels[failure.exit.rank])
+        message = f"{said}; its log: {logs.rank(failure.exit.rank)}"
         return JobResult(
-            exit_code=failure.exit.exit_code,
-            outcome="failed",
-            exits=exits,
-            first_failure=failure.exit,
-            error=failure.error,
-            message=f"{describe(failure.exit, failure.error, label)}; its log: {logs.rank(failure.exit.rank)}",
-            log_dir=logs.path,
+            failure.exit.exit_code, "failed", exits, logs.path, message, first_failure=failure.exit, error=failure.error
         )
     if any(exit.code == EXIT_STOPPED_AND_SAVED for exit in exits):
-        return _stopped(EXIT_STOPPED_AND_SAVED, exits, "the ranks saved their state and stopped", logs)
-    return JobResult(0, "completed", exits, None, None, "", logs.path)
+        message = "the ranks saved their state and stopped"
+        return JobResult(EXIT_STOPPED_AND_SAVED, "interrupted", exits, logs.path, message)
+    return JobResult(0, "completed", exits, logs.path)
 
 
-def _interrupted(outcome: Outcome, stop: StopRequest, logs: LogDir) -> JobResult:
-    """After a request to stop: 75 if the ranks saved, 0 if they happened to finish, else what a shell expects."""
+def _interrupted(job: Job, outcome: Outcome) -> JobResult:
+    """After a request to stop: what the ranks made of it if all of them ended well, else what a shell expects."""
     exits = tuple(outcome.exits)
-    codes = {exit.code for exit in exits}
-    if exits and codes == {0}:
-        return JobResult(0, "completed", exits, None, None, "", logs.path)
-    if exits and codes <= {0, EXIT_STOPPED_AND_SAVED}:
-        return _stopped(EXIT_STOPPED_AND_SAVED, exits, "the ranks saved their state and stopped", logs)
-    number = stop.number or signal.SIGTERM
-    return _stopped(128 + number, exits, f"stopped by {signal.Signals(number).name} without a save", logs)
-
-
-def _stopped(exit_code: int, exits: tuple[RankExit, ...], message: str, logs: LogDir) -> JobResult:
-    return JobResult(exit_code, "interrupted", exits, None, None, message, logs.path)
-
-
-def _ended(outcome: Outcome, order: EndJob, logs: LogDir) -> JobResult:
-    return JobResult(order.exit_code, "failed", tuple(outcome.exits), None, None, order.reason, logs.path)
+    if exits and all(exit.code in CLEAN_CODES for exit in exits):
+        return _result(job, outcome, {})
+    number = job.stop.number or signal.SIGTERM
+    message = f"stopped by {signal.Signals(number).name} without a save"
+    return JobResult(128 + number, "interrupted", exits, job.logs.path, message)

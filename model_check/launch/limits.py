@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from model_check.errors import LaunchError
+from model_check.record.events.memory import MemoryKill
 from model_check.supervise import processes
 from model_check.supervise.hooks import EndJob, Hooks, JobView
 
@@ -57,7 +58,7 @@ def use_less_memory() -> None:
 
 def check_address_space(limit_gb: float, *, forked: bool) -> None:
     """Refuses a limit that torch itself would not fit into. `forked`: ranks start with what this process has mapped."""
-    needed = _mapped_bytes() + _ROOM_TO_WORK_BYTES if forked else _COLD_START_BYTES
+    needed = int(psutil.Process().memory_info().vms) + _ROOM_TO_WORK_BYTES if forked else _COLD_START_BYTES
     if limit_gb * GB < needed:
         raise LaunchError(
             f"launch.memory_limit_gb={limit_gb:g} is below the {needed / GB:.1f} GB of address space "
@@ -71,10 +72,6 @@ def limit_address_space(limit_gb: float) -> None:
     limit = int(min(limit_gb * GB, _MOST_ADDRESSES))
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
-def _mapped_bytes() -> int:
-    return int(psutil.Process().memory_info().vms)
 
 
 @dataclass
@@ -94,7 +91,7 @@ class ResidentWatch:
             held = held_bytes(pid)
             if held > self.limit_gb * GB:
                 detail = f"rank {rank} held {held / GB:.2f} GB of host memory; launch.memory_limit_gb={self.limit_gb:g}"
-                view.journal.write("oom", source="limit", detail=detail, pid=pid)
+                view.journal.write(MemoryKill(source="limit", detail=detail, pid=pid))
                 os.kill(pid, signal.SIGKILL)
 
     def added_to(self, hooks: Hooks) -> Hooks:

@@ -1,4 +1,4 @@
-"""Our own messages on standard error. Writing can neither block nor end a job, even if the reader stalls or is gone."""
+"""Our own messages to the terminal. Writing can neither block nor end a job, even if the reader stalls or is gone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TextIO
 
 _MOST_WAITING = 1000  # messages; a reader that is this far behind gets no more
 _FAREWELL_S = 5.0
@@ -18,7 +20,8 @@ class Voice:
     The thread starts with the first message: until then the launcher may still fork, which needs a single thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Callable[[], TextIO] = lambda: sys.stderr) -> None:
+        self._stream = stream
         self._texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="model-check-voice", daemon=True)
         self._begin = threading.Lock()
@@ -40,17 +43,17 @@ class Voice:
     def _write_all(self) -> None:
         while (text := self._texts.get()) is not None:
             try:
-                _write(text + "\n")
+                _write(text + "\n", self._stream())
             except (OSError, ValueError, AttributeError):
-                continue  # nobody listens, or there is no standard error
+                continue  # nobody listens, or there is no such stream
 
 
-def _write(text: str) -> None:
+def _write(text: str, stream: TextIO) -> None:
     try:
-        descriptor = sys.stderr.fileno()
+        descriptor = stream.fileno()
     except OSError:  # a stream in memory
-        sys.stderr.write(text)
+        stream.write(text)
         return
-    data = text.encode(sys.stderr.encoding, "backslashreplace")
+    data = text.encode(stream.encoding, "backslashreplace")
     while data:
         data = data[os.write(descriptor, data) :]

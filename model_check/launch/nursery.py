@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,6 +22,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +42,6 @@ from model_check.record.rank_context import RankContext
 from model_check.record.rank_exits import CLEAN_CODES
 from model_check.supervise import processes
 
-_MESSAGE_BYTES = 1 << 17
 _PARENT_CHECK_S = 1.0
 
 
@@ -61,7 +60,7 @@ class SignalRank:
 
     pid: int
     number: int
-    tree: bool
+    tree: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,32 +106,24 @@ class Nursery:
     """The launcher's end: start and signal ranks, and hear of their ends in the order in which they came."""
 
     def __init__(self, program: Program, *, address_space_gb: float | None = None) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, theirs = Pipe()
         launcher_pid = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():
-            # Python warns when other threads exist; those of BLAS, made at import, survive a fork by their own hooks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid == 0:
-            ours.close()
+        self.pid = _fork()
+        if self.pid == 0:
+            self._channel.close()
             _serve(theirs, program, launcher_pid, address_space_gb)
         theirs.close()
-        self.pid = pid
-        self._socket = ours
         self._running: set[int] = set()
         ready = self._receive(timeout_s=30.0)
         self.cuda_spoiled = isinstance(ready, Ready) and ready.cuda_spoiled
 
-    def start(self, request: StartRank) -> None:
-        self._send(request)
-
-    def signal(self, pid: int, number: int, *, tree: bool = False) -> None:
-        self._send(SignalRank(pid, number, tree))
-
-    def end_orphans(self) -> None:
-        self._send(EndOrphans())
+    def send(self, message: StartRank | SignalRank | EndOrphans) -> None:
+        try:
+            self._channel.send(message)
+        except OSError:
+            raise self._lost() from None
 
     def messages(self, timeout_s: float) -> Iterator[RankStarted | RankRefused | RankEnded]:
         """What has happened; waits up to the timeout for the first message, and for no other."""
@@ -146,28 +137,16 @@ class Nursery:
 
     def close(self) -> None:
         """Ends the nursery, and with it every rank that is left."""
-        if self._socket.fileno() == -1:
+        if self._channel.closed:
             return
-        self._socket.close()
+        self._channel.close()
         os.waitpid(self.pid, 0)
 
-    def _send(self, message: StartRank | SignalRank | EndOrphans) -> None:
-        try:
-            self._socket.send(pickle.dumps(message))
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._lost() from None
-
     def _receive(self, timeout_s: float) -> Any:
-        readable, _, _ = select.select([self._socket], [], [], max(0.0, timeout_s))
-        if not readable:
-            return None
         try:
-            data = self._socket.recv(_MESSAGE_BYTES)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            raise self._lost()
-        return pickle.loads(data)  # the bytes of our own child, on a socket nobody else has
+            return self._channel.recv() if self._channel.poll(max(0.0, timeout_s)) else None
+        except (EOFError, OSError):
+            raise self._lost() from None
 
     def _lost(self) -> LaunchError:
         """The kernel ends the ranks of a killed nursery. We must end the processes that the ranks started."""
@@ -181,7 +160,14 @@ class Nursery:
         )
 
 
-def _serve(channel: socket.socket, program: Program, launcher_pid: int, address_space_gb: float | None) -> NoReturn:
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns when other threads exist; those of BLAS, made at import, survive a fork by their own hooks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _serve(channel: Connection, program: Program, launcher_pid: int, address_space_gb: float | None) -> NoReturn:
     """The nursery's whole life."""
     status = 1
     try:
@@ -199,22 +185,17 @@ def _serve(channel: socket.socket, program: Program, launcher_pid: int, address_
         os._exit(status)
 
 
+@dataclass
 class _NurseryLoop:
-    """Waits for requests of the launcher and for the ends of ranks."""
+    """Waits for requests of the launcher and for the ends of ranks. `_ignored`: signals that the launcher ignores."""
 
-    def __init__(
-        self,
-        channel: socket.socket,
-        program: Program,
-        launcher_pid: int,
-        address_space_gb: float | None,
-        ignored: frozenset[int],
-    ) -> None:
-        self._channel = channel
-        self._ignored = ignored
-        self._address_space_gb = address_space_gb
-        self._program = program
-        self._launcher_pid = launcher_pid
+    _channel: Connection
+    _program: Program
+    _launcher_pid: int
+    _address_space_gb: float | None
+    _ignored: frozenset[int]
+
+    def __post_init__(self) -> None:
         self._pids: set[int] = set()
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
@@ -231,17 +212,18 @@ class _NurseryLoop:
                 os.read(self._wake_read, 4096)
             self._reap()
             if channel in readable:
-                data = self._channel.recv(_MESSAGE_BYTES)
-                if not data:
-                    break
-                self._obey(pickle.loads(data))
+                try:
+                    request = self._channel.recv()
+                except (EOFError, OSError):
+                    break  # the launcher is gone
+                self._obey(request)
         self._reap()
         for pid in self._pids:
             _kill_tree(pid, signal.SIGKILL)
 
     def _obey(self, request: StartRank | SignalRank | EndOrphans) -> None:
         if isinstance(request, StartRank):
-            self._fork(request)
+            self._start(request)
         elif isinstance(request, EndOrphans):
             for pid in processes.descendants_of(os.getpid()):
                 processes.send_signal(pid, signal.SIGKILL)
@@ -251,12 +233,10 @@ class _NurseryLoop:
             else:
                 os.kill(request.pid, request.number)
 
-    def _fork(self, request: StartRank) -> None:
+    def _start(self, request: StartRank) -> None:
         nursery_pid = os.getpid()
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                pid = os.fork()
+            pid = _fork()
         except OSError as error:
             self._send(RankRefused(request.context.rank, error.strerror or str(error)))
             return
@@ -316,10 +296,8 @@ class _NurseryLoop:
         )
 
     def _send(self, message: Ready | RankStarted | RankRefused | RankEnded) -> None:
-        try:
-            self._channel.send(pickle.dumps(message))
-        except (BrokenPipeError, ConnectionResetError):
-            return  # the launcher is gone: the next turn of the loop sees it and ends the ranks
+        with suppress(OSError):  # the launcher is gone: the next turn of the loop sees it and ends the ranks
+            self._channel.send(message)
 
 
 def _wake_only(_number: int, _frame: object) -> None:

@@ -76,11 +76,17 @@ class ColdFunction:
 
 @dataclass(frozen=True)
 class Command:
-    """A program of the user's, given as words; never through a shell."""
+    """A program of the user's, given as words; never through a shell.
+
+    stdin_fd: what the program reads as standard input, a descriptor that survives the fork; None: nothing.
+    """
 
     argv: tuple[str, ...]
+    stdin_fd: int | None = None
 
     def run(self, context: RankContext) -> int:
+        if self.stdin_fd is not None:
+            os.dup2(self.stdin_fd, 0)
         # Python ignores these two, and an ignored signal stays ignored in whatever is executed.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)

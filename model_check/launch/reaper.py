@@ -17,7 +17,6 @@ import signal
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import NoReturn
 
 import psutil
@@ -71,9 +70,7 @@ class Guard:
         os.close(read_end)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(OSError):  # somebody, or the kernel, has killed the guard
             os.write(self._write_end, _DISMISSED)
         os.close(self._write_end)

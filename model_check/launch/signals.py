@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from model_check.record.signal_handlers import handle
@@ -18,6 +18,7 @@ KEYS = (signal.SIGINT, signal.SIGQUIT)  # the terminal sends them to its whole f
 _MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 REPEATED_WITHIN_S = 1.0
+KEY_REPEATED_WITHIN_S = 0.5
 
 
 class StopBeforeStart(Exception):
@@ -28,8 +29,9 @@ class Requests:
     """Which requests to stop came, and whether one of them ends the wait for the ranks' save.
 
     A Ctrl-C or Ctrl-\\ after any other request ends it, and so does a SIGTERM, unless it comes right after the
-    first request: schedulers repeat theirs, and signal both a job's launcher and its whole group. The SIGTERM after
-    Slurm's warning counts as the first request, and a terminal that is closed meanwhile ends nothing.
+    first request: schedulers repeat theirs, and signal both a job's launcher and its whole group. So do `timeout -s
+    INT` and wrappers that pass a key on which the terminal has sent to all of them. The SIGTERM after Slurm's warning
+    counts as the first request, and a terminal that is closed meanwhile ends nothing.
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,8 @@ class Requests:
     def _ends_the_wait(self, number: int, now: float) -> bool:
         if number == signal.SIGTERM:
             return self._asked_at is not None and now - self._asked_at > REPEATED_WITHIN_S
+        if number == self.number and self._asked_at is not None and now - self._asked_at <= KEY_REPEATED_WITHIN_S:
+            return False
         return number in KEYS
 
 
@@ -85,9 +89,7 @@ class StopRequest(Requests):
             self._previous = handle(handlers)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

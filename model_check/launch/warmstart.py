@@ -37,7 +37,13 @@ def preload(modules: Iterable[str]) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     with without_looking_for_garbage():
         for name in modules:
-            _import(name)
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise LaunchError(
+                    f"{name} cannot be imported before the ranks start: {error}",
+                    remedy="install what is missing, or use launch.start=cold to see the error in the rank",
+                ) from error
 
 
 @contextlib.contextmanager
@@ -50,16 +56,6 @@ def without_looking_for_garbage() -> Iterator[None]:
     finally:
         if collected:
             gc.enable()
-
-
-def _import(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ImportError as error:
-        raise LaunchError(
-            f"{name} cannot be imported before the ranks start: {error}",
-            remedy="install what is missing, or use launch.start=cold to see the error in the rank",
-        ) from error
 
 
 def why_not_warm() -> str | None:

@@ -7,7 +7,7 @@ each end of the sequence, so that all ranks have the same work: late tokens look
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -45,16 +45,12 @@ class ContextParallelAttention(Attention):
         return self.wo(attend(query, key.contiguous(), value.contiguous(), backend, mask).flatten(2))
 
 
-class ContextMask:
-    """Builds the mask of a slice: a query looks at the keys whose position is not after its own."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank = rank
-        self.ranks = ranks
-
-    def __call__(self, backend: str, hidden: Tensor, document_ids: Tensor | None) -> AttentionMask:
-        assert document_ids is None, "packed documents are not kept apart across slices"
-        return _mask(backend == "flex", hidden.shape[1], self.rank, self.ranks, str(hidden.device))
+def build_context_mask(
+    rank: int, ranks: int, backend: str, hidden: Tensor, document_ids: Tensor | None
+) -> AttentionMask:
+    """The mask of a slice: a query looks at the keys whose position is not after its own."""
+    assert document_ids is None, "packed documents are not kept apart across slices"
+    return _mask(backend == "flex", hidden.shape[1], rank, ranks, str(hidden.device))
 
 
 @lru_cache(maxsize=8)
@@ -74,5 +70,5 @@ def apply_context_parallel(model: Llama, group: ProcessGroup, rank: int, ranks: 
         if isinstance(layer, Block):
             layer.attention.__class__ = ContextParallelAttention
             layer.attention.group = group  # type: ignore[assignment]
-    model.context_mask = ContextMask(rank, ranks)
+    model.context_mask = partial(build_context_mask, rank, ranks)
     return model

@@ -10,13 +10,12 @@ from model_check.config.endpoint import answers
 from model_check.errors import HubUnavailable, ModelError
 
 CONFIG_FILE = "config.json"
-_CONFIG_ONLY = [CONFIG_FILE]
-_WITH_WEIGHTS = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
+_NEEDED = [CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def pretrained_folder(source: str | Path, *, weights: bool) -> Path:
-    """The local folder of `source`; with `weights` false only its config.json is fetched."""
+def pretrained_folder(source: str | Path) -> Path:
+    """The local folder of `source`."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG_FILE).is_file():
@@ -29,10 +28,10 @@ def pretrained_folder(source: str | Path, *, weights: bool) -> Path:
         raise ModelError(
             f"there is no model folder {source}", remedy="check the path, or pass a hub id like owner/name"
         )
-    return _fetch(str(source), _WITH_WEIGHTS if weights else _CONFIG_ONLY)
+    return _fetch(str(source))
 
 
-def _fetch(hub_id: str, patterns: list[str]) -> Path:
+def _fetch(hub_id: str) -> Path:
     # The hub's client takes a noticeable part of a second to import, and most runs read a local folder.
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
@@ -44,7 +43,7 @@ def _fetch(hub_id: str, patterns: list[str]) -> Path:
 
     offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=patterns, local_files_only=offline))
+        return Path(snapshot_download(hub_id, allow_patterns=_NEEDED, local_files_only=offline))
     except LocalEntryNotFoundError as error:
         raise HubUnavailable(
             f"{hub_id} is neither a folder nor in the local hub cache, and {constants.ENDPOINT} cannot be reached",

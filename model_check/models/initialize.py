@@ -29,19 +29,9 @@ def build_model(
     attention_backend: str = "auto",
 ) -> Llama:
     """A model of this shape on this device, initialised from the seed."""
-    model = build_empty_model(shape, device, dtype, attention_backend)
+    model = build_meta_model(shape, dtype, attention_backend).to_empty(device=device)
     initialize(model, seed=seed, init_std=init_std)
     return model
-
-
-def build_empty_model(
-    shape: ModelShape,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    attention_backend: str = "auto",
-) -> Llama:
-    """The same with its memory allocated and its weights undefined: for a caller who fills every one of them."""
-    return build_meta_model(shape, dtype, attention_backend).to_empty(device=device)
 
 
 def build_meta_model(shape: ModelShape, dtype: torch.dtype = torch.float32, attention_backend: str = "auto") -> Llama:

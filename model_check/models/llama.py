@@ -115,17 +115,15 @@ class Llama(nn.Module):
         *,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
-        loss_denominator: Tensor | float | None = None,
     ) -> Tensor:
         """Logits of [batch, length] tokens; with targets, the mean cross-entropy over those that are not -100.
 
         positions [length] or [batch, length] default to 0, 1, 2, …; tokens attend only within equal document_ids.
-        With `loss_denominator` the summed cross-entropy is divided by it instead of by the number of targets here.
         """
         hidden = self.hidden_states(tokens, positions=positions, document_ids=document_ids)
         if targets is None:
             return F.linear(hidden, self.output_weight)
-        return self.linear_cross_entropy(hidden, self.output_weight, targets, denominator=loss_denominator)
+        return self.linear_cross_entropy(hidden, self.output_weight, targets)
 
     def hidden_states(
         self, tokens: Tensor, *, positions: Tensor | None = None, document_ids: Tensor | None = None

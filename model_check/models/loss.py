@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +21,18 @@ from model_check.errors import ModelError
 
 IGNORED = -100
 LinearCrossEntropy: TypeAlias = Callable[..., Tensor]
-"""(hidden, weight, targets, *, denominator) to the loss: any of the functions here."""
-KERNELS = ("auto", "triton", "torch")
+"""(hidden, weight, targets) to the loss: any of the functions here."""
 
 _CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 # float16 holds nothing below 6e-8: probabilities of a large vocabulary survive only if they are scaled up first.
 HALF_PRESCALE = 1024.0
 
 
-def plain_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, denominator: Tensor | float | None = None
-) -> Tensor:
+def plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The textbook path, with all logits in memory: what the fused one is compared with."""
     logits = F.linear(hidden, weight).flatten(0, -2).float()
     total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total / denominator_tensor(denominator, targets)
+    return total / count_targets(targets)
 
 
 def fused_linear_cross_entropy(
@@ -43,17 +40,14 @@ def fused_linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    denominator: Tensor | float | None = None,
     chunk: int | None = None,
-    kernel: str = "auto",
+    kernel: Literal["auto", "triton", "torch"] = "auto",
 ) -> Tensor:
-    """Sum of the cross-entropies of `hidden @ weight.T` over targets other than -100, divided by `denominator`.
+    """Mean of the cross-entropies of `hidden @ weight.T` over targets other than -100.
 
-    hidden [..., width], weight [vocabulary, width], targets [...]. Without a denominator the result is the mean;
-    gradient accumulation passes the count of the whole global batch, so that micro-batches add up exactly.
+    hidden [..., width], weight [vocabulary, width], targets [...].
     `chunk` is the number of rows taken at once (None: as many as fit a fixed budget of memory).
     """
-    _check_kernel(kernel, hidden.device)
     check_targets(targets, weight.shape[0])
     dtype = compute_dtype(hidden)
     work = _Work(
@@ -61,14 +55,14 @@ def fused_linear_cross_entropy(
         use_triton=kernel == "triton" or (kernel == "auto" and _triton_runs_on(hidden.device)),
         dtype=dtype,
     )
-    divisor = denominator_tensor(denominator, targets)
+    divisor = count_targets(targets)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _FusedLinearCrossEntropy.apply(hidden, weight, targets, divisor, work)
         return loss
     unscaled = torch.ones_like(divisor)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        results = _run_chunks(hidden, weight, targets, work, unscaled, for_hidden=False, for_weight=False)
-    return results.loss_sum / divisor
+        loss_sum, *_ = _run_chunks(hidden, weight, targets, work, unscaled, for_hidden=False, for_weight=False)
+    return loss_sum / divisor
 
 
 @dataclass(frozen=True)
@@ -84,15 +78,6 @@ class _Work:
         return HALF_PRESCALE if self.dtype == torch.float16 else 1.0
 
 
-@dataclass(frozen=True)
-class _Results:
-    """The summed loss and the gradients of `scale` times that sum, where they were asked for."""
-
-    loss_sum: Tensor
-    grad_hidden: Tensor | None
-    grad_weight: Tensor | None
-
-
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, work: _Work) -> Tensor:
@@ -101,12 +86,13 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         early = work.use_triton and work.prescale == 1.0
         scale = 1.0 / divisor if early else torch.full_like(divisor, work.prescale)
         with torch.autocast(hidden.device.type, enabled=False):
-            results = _run_chunks(hidden, weight, targets, work, scale, for_hidden=for_hidden, for_weight=for_weight)
-        ctx.gradients = (results.grad_hidden, results.grad_weight)
+            loss_sum, *ctx.gradients = _run_chunks(
+                hidden, weight, targets, work, scale, for_hidden=for_hidden, for_weight=for_weight
+            )
         ctx.save_for_backward(torch.ones_like(divisor) if early else divisor * work.prescale)
         ctx.use_triton = work.use_triton
         ctx.dtypes = (hidden.dtype, weight.dtype)
-        return results.loss_sum / divisor
+        return loss_sum / divisor
 
     @staticmethod
     @once_differentiable
@@ -137,7 +123,8 @@ def _scaled(gradient: Tensor, scale: Tensor, use_triton: bool) -> Tensor:
 
 def _run_chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, work: _Work, scale: Tensor, *, for_hidden: bool, for_weight: bool
-) -> _Results:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The summed loss and the gradients of `scale` times that sum, where they were asked for."""
     rows = hidden.reshape(-1, hidden.shape[-1]).to(work.dtype)
     matrix = weight.to(work.dtype)
     labels = targets.reshape(-1)
@@ -155,7 +142,7 @@ def _run_chunks(
             grad_weight = _accumulate_product(grad_weight, gradient.T, rows[part], weight.dtype)
     if for_weight and grad_weight is None:
         grad_weight = torch.zeros_like(weight)
-    return _Results(losses.sum(), None if grad_rows is None else grad_rows.view(hidden.shape), grad_weight)
+    return losses.sum(), None if grad_rows is None else grad_rows.view(hidden.shape), grad_weight
 
 
 def _accumulate_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -205,26 +192,13 @@ def rows_per_chunk(rows: int, vocabulary: int, dtype: torch.dtype, device: torch
     return max(1, -(-rows // chunks))
 
 
-def denominator_tensor(denominator: Tensor | float | None, targets: Tensor) -> Tensor:
-    if denominator is None:
-        return (targets != IGNORED).sum().clamp(min=1).float()
-    if isinstance(denominator, Tensor):
-        return denominator.to(device=targets.device, dtype=torch.float32)
-    return torch.full((), float(denominator), dtype=torch.float32, device=targets.device)
+def count_targets(targets: Tensor) -> Tensor:
+    """How many targets count, in float32: what a sum of losses is divided by."""
+    return (targets != IGNORED).sum().clamp(min=1).float()
 
 
 def _triton_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
-def _check_kernel(kernel: str, device: torch.device) -> None:
-    if kernel not in KERNELS:
-        raise ModelError(f"loss kernel {kernel!r} does not exist", remedy=f"choose one of {', '.join(KERNELS)}")
-    if kernel == "triton" and not _triton_runs_on(device):
-        raise ModelError(
-            f"the triton loss kernel needs triton and a CUDA device, and the model is on {device.type}",
-            remedy="choose the kernel auto or torch",
-        )
 
 
 def check_targets(targets: Tensor, vocabulary: int) -> None:

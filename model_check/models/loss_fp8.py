@@ -26,7 +26,7 @@ from model_check.models.loss import (
     IGNORED,
     check_targets,
     compute_dtype,
-    denominator_tensor,
+    count_targets,
     fused_linear_cross_entropy,
     rows_per_chunk,
 )
@@ -45,17 +45,16 @@ def fp8_linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    denominator: Tensor | float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Like `fused_linear_cross_entropy`, in fp8. Batches whose row count is not divisible by 16 take the bf16 path."""
     rows = targets.numel()
     if rows == 0 or rows % MULTIPLE or compute_dtype(hidden) != torch.bfloat16:
-        return fused_linear_cross_entropy(hidden, weight, targets, denominator=denominator, chunk=chunk)
+        return fused_linear_cross_entropy(hidden, weight, targets, chunk=chunk)
     check_targets(targets, weight.shape[0])
     chunk = chunk or rows_per_chunk(rows, weight.shape[0], torch.bfloat16, hidden.device)
     chunk = -(-chunk // MULTIPLE) * MULTIPLE
-    divisor = denominator_tensor(denominator, targets)
+    divisor = count_targets(targets)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _Fp8LinearCrossEntropy.apply(hidden, weight, targets, divisor, chunk)
         return loss

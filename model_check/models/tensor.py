@@ -25,7 +25,7 @@ from model_check.models.loss import (
     IGNORED,
     check_targets,
     compute_dtype,
-    denominator_tensor,
+    count_targets,
     rows_per_chunk,
 )
 
@@ -88,14 +88,12 @@ class VocabularyParallelLoss:
         self._group = mesh.get_group()
         self._rank = mesh.get_local_rank()
 
-    def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, denominator: Tensor | float | None = None
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         assert isinstance(weight, DTensor), f"the output head is not cut by vocabulary but a {type(weight).__name__}"
         check_targets(targets, weight.shape[0])
         local = weight.to_local()
         first = self._rank * local.shape[0]
-        divisor = denominator_tensor(denominator, targets)
+        divisor = count_targets(targets)
         loss: Tensor = _VocabularyParallelCrossEntropy.apply(
             hidden, local, targets, divisor, first, compute_dtype(hidden), self._group
         )

@@ -1,14 +1,11 @@
-"""Hugging Face safetensors in and out, one tensor in memory at a time. Nothing is ever unpickled.
+"""Hugging Face safetensors in, one tensor in memory at a time, and the names of both worlds. Nothing is unpickled.
 
 Names are translated, values are not: our rotary embedding pairs channels as theirs does, so no row is permuted.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from model_check.config.shapes import ModelShape
-from model_check.config.shard_index import (
-    INDEX_FILE,
-    SHARD_BYTES,
-    SINGLE_FILE,
-    cut_into_files,
-    index_of,
-    tensors_in_index,
-)
+from model_check.config.shard_index import INDEX_FILE, SINGLE_FILE, tensors_in_index
 from model_check.errors import ModelError
 from model_check.models.distribute import fill
-from model_check.models.hf_config import config_from_shape
-from model_check.models.hub import CONFIG_FILE, pretrained_folder
+from model_check.models.hub import pretrained_folder
 from model_check.models.initialize import build_meta_model
 from model_check.models.llama import Llama
 
@@ -92,7 +79,7 @@ def check_pretrained(model: Llama, source: str | Path) -> list[Path]:
 
     Reads only headers.
     """
-    folder = pretrained_folder(source, weights=True)
+    folder = pretrained_folder(source)
     places = _weight_places(folder)
     files = [folder / name for name in places]
     missing = [path.name for path in files if not path.is_file()]
@@ -102,45 +89,6 @@ def check_pretrained(model: Llama, source: str | Path) -> list[Path]:
         )
     _check_fit(model, {path.name: _stored(path) for path in files}, places, folder)
     return files
-
-
-def save_pretrained(
-    model: Llama,
-    folder: str | Path,
-    shape: ModelShape | None = None,
-    *,
-    tokenizer_file: str | Path | None = None,
-    max_shard_bytes: int = SHARD_BYTES,
-    bos_token_id: int | None = None,
-    eos_token_id: int | list[int] | None = None,
-) -> Path:
-    """Write `model` so that `AutoModelForCausalLM.from_pretrained(folder)` computes the same; returns the folder.
-
-    Everything is written beside the folder and moved into place at the end: it is whole, or it is not there.
-    """
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ModelError(f"{target} exists and is not an empty folder", remedy="name a new folder")
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        scratch.mkdir(parents=True)
-        _write_weights(model, scratch, max_shard_bytes)
-        config = config_from_shape(
-            shape or model.shape, model.tok_embed.weight.dtype, bos_token_id=bos_token_id, eos_token_id=eos_token_id
-        )
-        _write_json(scratch / CONFIG_FILE, config)
-        if tokenizer_file is not None:
-            shutil.copyfile(tokenizer_file, scratch / "tokenizer.json")
-            _write_json(scratch / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-        scratch.replace(target)
-    except OSError as error:
-        raise ModelError(
-            f"the model cannot be written to {target}: {error.strerror or error}",
-            remedy="name a folder you may write to, on a disk with room",
-        ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
 
 
 def _weight_places(folder: Path) -> dict[str, list[str]]:
@@ -232,22 +180,6 @@ def _may_be_left_out(name: str, model: Llama) -> bool:
     if layer and int(layer[1]) >= model.shape.num_layers:
         return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.shape.tie_embeddings)
-
-
-def _write_weights(model: Llama, folder: Path, max_shard_bytes: int) -> None:
-    named = {hugging_face_name(name): parameter.detach() for name, parameter in model.named_parameters()}
-    sizes = {name: tensor.nbytes for name, tensor in named.items()}
-    files = cut_into_files(sizes, max_shard_bytes)
-    for file, names in files.items():
-        tensors = {name: named[name].to("cpu").contiguous() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    index = index_of(files, sizes)
-    if index is not None:
-        _write_json(folder / INDEX_FILE, index)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _some(names: list[str]) -> str:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from model_check.blackbox.device_numbers import Reading
-from model_check.numerics.blame import Hit, OwnShare, bad_once_more
-from model_check.numerics.forward_inputs import Call
-from model_check.numerics.loss_code import NO_CODE, LossCode
-from model_check.numerics.loss_line import Place
+from model_check.numerics.hits import Hit, OwnShare, bad_once_more
+from model_check.numerics.loss_code import NO_CODE, LossCode, Place
 from model_check.numerics.probes import size_of
+from model_check.numerics.replaying import Call
 
 _MOST_PASSES = 1024  # a script that updates its weights by itself never ends a step
 _WITH_CODE = 64  # newest passes that keep their loss code, which holds tensors in memory

@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from model_check.blackbox.box import GUARD_VARIABLE
+from model_check.blackbox.box import FOLLOWER, GUARD_VARIABLE
 from model_check.blackbox.install import install
-from model_check.blackbox.step_follower import FOLLOWER
 
 
 def inject_path() -> str:

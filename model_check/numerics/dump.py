@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from model_check.numerics.ranges import checkable, is_finite, local_part
+from model_check.numerics.finite import checkable, is_finite, local_part
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,15 @@ import torch
 
 from model_check.blackbox.device_numbers import Reading, capturing, gradient_of, local, norms_of
 from model_check.blackbox.native_collectives import Exchange
-from model_check.numerics.blame import Brought, peers_met
-from model_check.numerics.comm_hooks import bucket_of_hook
-from model_check.numerics.finite import LocalCheck
-from model_check.numerics.ranges import checkable, is_finite
+from model_check.numerics.finite import LocalCheck, checkable, is_finite
+from model_check.numerics.hits import peers_met
 from model_check.numerics.rotation import Turn
+from model_check.record.events.numerics import Brought
 
 _FRAMES_UP = 16
 _STEPS_SEARCHED = 3
-_THE_GRADIENT = "the gradient of "
 _FUNCTIONS = torch.autograd.function.__file__
+_ENGINE = torch.autograd.graph.__file__
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "._flat_param", "_flat_param")
 
 
@@ -43,7 +42,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 class Piece:
     """Something that was looked at."""
 
-    name: str  # in words
+    name: str  # in words, without "the"
     exchange: int = 0  # its number among the exchanges of the step's passes, from 1; 0: it was in none of them
     group: Any = ""  # the name of the process group: a str, for which torch has a type of its own
     spreads: bool = False  # what comes back goes on through the pass: it holds no gradients of parameters
@@ -123,7 +122,8 @@ class OwnGradients:
         self.left_out = False  # whether a gradient of a step was left out
         self._turn = Turn()
         self._checks: dict[torch.device, LocalCheck] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # of parameters
+        self._units: dict[int, str] = {}  # of FSDP, by their flat parameters
         self._buckets: dict[tuple[int, int], str] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._usual: set[int] = set()  # exchanges of a pass that bring NaN in good health too, a metric of nothing
@@ -148,7 +148,7 @@ class OwnGradients:
     def learn_names(self, module: Any) -> None:
         """What its parameters are called and look like; the first time that a module is seen."""
         for name, parameter in module.named_parameters():
-            self._names[id(parameter)] = f"{_THE_GRADIENT}{_plain(name)}"
+            self._names[id(parameter)] = _plain(name)
             self._shapes.add(tuple(parameter.shape))
         for name, part in module.named_modules():
             if any(base.__name__ == "FullyShardedDataParallel" for base in type(part).__mro__):
@@ -156,7 +156,7 @@ class OwnGradients:
                 # With `use_orig_params` it is no parameter of the module's.
                 flat = getattr(part, "_flat_param", None)
                 if flat is not None:
-                    self._names.setdefault(id(flat), f"the gradients of {_plain(f'{name}.')}")
+                    self._units.setdefault(id(flat), _plain(f"{name}."))
 
     def sharded(self, parameters: Iterable[Any]) -> bool:
         """This rank holds parts of the parameters: as DTensors, in FSDP's flat ones, or as views of those."""
@@ -192,9 +192,9 @@ class OwnGradients:
         """Gradients of parameters travel in flat buffers, or as they are; others are those of activations."""
         pieces, given, behind = self._pieces, exchange.given, None
         pieces.exchanges += 1
-        unit, of_activations = _who_reduces(sys._getframe(1), self._names)
+        unit, of_activations = _who_reduces(sys._getframe(1), self._units)
         gradients = [t for t in given if not of_activations and (t.dim() == 1 or tuple(t.shape) in self._shapes)]
-        if not given and (bucket := bucket_of_hook(sys._getframe(1), modules)) is not None:
+        if not given and (bucket := _bucket_of_hook(sys._getframe(1), modules)) is not None:
             # A communication hook that gathers, or sends: its bucket is added up by nobody, and still this rank's own.
             unit, gradients = self._several(bucket.parameters()), [bucket.buffer()]
         self._exchanged = self._exchanged or bool(gradients) or not given
@@ -269,15 +269,15 @@ class OwnGradients:
             seen.update(map(id, new))
             if new and sum(p.numel() for p in new) == bucket.numel():
                 self._buckets[key] = self._several(new)
-        return self._buckets.get(key) or f"the gradients of reduction {number + 1}, counted from the loss,"
+        return self._buckets.get(key) or f"gradients of reduction {number + 1}, counted from the loss,"
 
     def _several(self, parameters: Sequence[Any]) -> str:
         """Their gradients, in words: from the nearest to the loss to the farthest."""
         wanted = set(map(id, parameters))
-        names = [name.removeprefix(_THE_GRADIENT) for known, name in self._names.items() if known in wanted]
+        names = [name for known, name in self._names.items() if known in wanted]
         if len(names) < 2:
             return self._name(parameters[0])
-        return f"the gradients of {names[-1]} to {names[0]}"
+        return f"gradients of {names[-1]} to {names[0]}"
 
     def _named_now(self, bucket: torch.Tensor, modules: Iterable[Any]) -> str:
         """The parameter nearest to the loss whose gradient is bad, while the gradients are still those of this rank.
@@ -377,7 +377,9 @@ class OwnGradients:
         return looked.with_earlier(self._earlier) if parts else None
 
     def _name(self, parameter: Any) -> str:
-        return self._names.get(id(parameter)) or f"{_THE_GRADIENT}a parameter of shape {tuple(parameter.shape)}"
+        if id(parameter) not in self._names and (unit := self._units.get(id(parameter))):
+            return f"gradients of {unit}"
+        return f"gradient of {self._names.get(id(parameter)) or f'a parameter of shape {tuple(parameter.shape)}'}"
 
 
 def _plain(name: str) -> str:
@@ -395,7 +397,7 @@ def _name_of(group: Any) -> str:
     return str(torch.distributed.ProcessGroup.unbox(group).group_name)
 
 
-def _who_reduces(frame: FrameType | None, known: Mapping[int, str]) -> tuple[str, bool]:
+def _who_reduces(frame: FrameType | None, units: Mapping[int, str]) -> tuple[str, bool]:
     """The unit whose gradients FSDP is about to reduce, in words, and whether an autograd.Function is in its backward.
 
     FSDP calls its own reductions out of such a function too; anybody else's there are of activations.
@@ -407,9 +409,27 @@ def _who_reduces(frame: FrameType | None, known: Mapping[int, str]) -> tuple[str
         called = frame.f_code.co_name
         if called == "post_backward":
             unit = getattr(frame.f_locals.get("self"), "_module_fqn", None)
-            return f"the gradients of {unit or 'the root module'}", False
+            return f"gradients of {unit or 'the root module'}", False
         if called == "_post_backward_hook":
-            return known.get(id(getattr(frame.f_locals.get("handle"), "flat_param", None)), ""), False
+            flat = units.get(id(getattr(frame.f_locals.get("handle"), "flat_param", None)), "")
+            return f"gradients of {flat}" if flat else "", False
         inside_function = inside_function or (called == "apply" and frame.f_code.co_filename == _FUNCTIONS)
         frame = frame.f_back
     return "", inside_function
+
+
+def _bucket_of_hook(frame: FrameType | None, modules: Iterable[Any]) -> Any:
+    """The `GradBucket` that DDP has handed to the communication hook in which this call is made; None outside of one.
+
+    A hook may exchange its bucket in any way, also without adding it up: what it was handed is still this rank's own.
+    """
+    if not any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules):
+        return None
+    for _ in range(_FRAMES_UP):
+        if frame is None or frame.f_code.co_filename == _ENGINE:
+            break
+        for value in frame.f_locals.values():
+            if isinstance(value, torch.distributed.GradBucket):
+                return value
+        frame = frame.f_back
+    return None

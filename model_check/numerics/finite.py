@@ -1,4 +1,4 @@
-"""Are this rank's own gradients finite: asked before they are exchanged, answered on the device.
+"""Is a tensor finite, and are this rank's own gradients: asked before they are exchanged, answered on the device.
 
 After an exchange every rank has the same NaN, and nobody knows whose it was. So the sum of each piece of gradient is
 noted while it is still this rank's own: one extra read, queued on the device like everything else. A sum is finite only
@@ -8,6 +8,7 @@ A lone rank exchanges nothing; for it the gradient norm of the step says the sam
 
 from __future__ import annotations
 
+import math
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +16,38 @@ from typing import Any
 import torch
 from torch import nn
 
+CHECKED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
 _PIECES = 256
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a sharded tensor; asking about the whole would be a collective."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def real_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, outside any graph; of complex numbers both parts, as plain ones."""
+    values = local_part(tensor).detach()
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def checkable(value: Any) -> bool:
+    """A tensor that could hold NaN or infinity, with values that can be read here and now."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype in CHECKED
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+        and local_part(value).numel() > 0
+    )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Without a temporary of the tensor's size. A finite sum proves it; a sum may overflow, a magnitude cannot."""
+    values = real_part(tensor)
+    total = values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(torch.linalg.vector_norm(values, math.inf)))
 
 
 class LocalCheck:

@@ -18,15 +18,22 @@ import torch
 
 from model_check.blackbox.box import BOX
 from model_check.blackbox.current_phase import SavedHooks
-from model_check.numerics.forward_inputs import Call
-from model_check.numerics.loss_code import Operation, nodes_behind, number_of
-from model_check.numerics.loss_line import LossOperation, Place, lines_with, located
+from model_check.numerics.loss_code import (
+    LossOperation,
+    Operation,
+    Place,
+    Problem,
+    lines_with,
+    located,
+    nodes_behind,
+    number_of,
+)
 from model_check.numerics.origins import only_minus_infinity
-from model_check.numerics.replaying import finite
+from model_check.numerics.replaying import Call, finite
 
 _MOST_NODES = 4000
 _MOST_SECONDS = 5.0
-_FIRST_GIVEN = "is the first operation that is given a number that is not finite"
+_FIRST_GIVEN = Problem("first_given")
 _MADE_IN_PLACE = ("Div", "Sqrt", "Log", "Pow", "Reciprocal")
 
 
@@ -36,7 +43,7 @@ class Sighting:
 
     call: Call | None  # the forward that made it; None: the script's own code between two modules
     made: LossOperation | None = None  # None: the operation is unknown
-    given: str = ""  # a parameter that was bad before the pass began
+    given: str = ""  # the name of a parameter that was bad before the pass began
 
     @property
     def was_given_it(self) -> bool:
@@ -48,7 +55,7 @@ def first_made(root: Any, calls: Sequence[Call]) -> Sighting | None:
     """None if nothing is known, or if the loss code after all modules made it."""
     for call in calls:
         if name := _bad_parameter(call):
-            return Sighting(call, given=f"parameter {name}")
+            return Sighting(call, given=name)
     if SavedHooks.used or root is None or not calls:
         return None
     nodes = list(itertools.islice(nodes_behind(root, ()), _MOST_NODES + 1))
@@ -57,10 +64,10 @@ def first_made(root: Any, calls: Sequence[Call]) -> Sighting | None:
     stumbled, met = _stumbles(reversed(nodes))
     if met is not None:
         before = set(nodes_behind(met, ()))
-        stumbled = [(node, note) for node, note in stumbled if node in before]
+        stumbled = [(node, problem) for node, problem in stumbled if node in before]
     if stumbled:
-        node, note = stumbled[-1]
-        return _placed(node, note, calls)
+        node, problem = stumbled[-1]
+        return _placed(node, problem, calls)
     maker = _maker(met, calls) if met is not None else None
     if maker is None:
         return None
@@ -72,9 +79,9 @@ def _bad_parameter(call: Call) -> str:
     return next((name for name, p in call.unwrapped.named_parameters() if not finite(p)), "")
 
 
-def _stumbles(nodes: Iterable[Any]) -> tuple[list[tuple[Any, str]], Any]:
+def _stumbles(nodes: Iterable[Any]) -> tuple[list[tuple[Any, Problem | None]], Any]:
     """Operations that may have made a bad number, in order, and the first operation that was given one."""
-    found: list[tuple[Any, str]] = []
+    found: list[tuple[Any, Problem | None]] = []
     last = time.monotonic() + _MOST_SECONDS
     for node in nodes:
         operation = Operation.of(node)
@@ -82,9 +89,9 @@ def _stumbles(nodes: Iterable[Any]) -> tuple[list[tuple[Any, str]], Any]:
         given = [t for name, t in kept.items() if "result" not in name and "grad" not in name]
         if any(map(_bad, given)):
             return found, node
-        note = operation.stumbles()
-        if note or (given and any(map(_bad, kept.values()))):
-            found.append((node, note))
+        problem = operation.problem()
+        if problem is not None or (given and any(map(_bad, kept.values()))):
+            found.append((node, problem))
         if time.monotonic() > last:
             break
     return found, None
@@ -98,27 +105,26 @@ def _maker(node: Any, calls: Sequence[Call]) -> Call | None:
     return next((call for call in calls if number_of(node) in call.nodes), None)
 
 
-def _placed(node: Any, note: str, calls: Sequence[Call]) -> Sighting | None:
+def _placed(node: Any, problem: Problem | None, calls: Sequence[Call]) -> Sighting | None:
     call, kind = _maker(node, calls), Operation.unread(node).kind
     if call is not None:
-        return Sighting(call, _in_forwards(call, kind, note))
+        return Sighting(call, _in_forwards(call, kind, problem))
     later = next((other for other in calls if other.nodes.start > number_of(node)), None)
     site = later.line() if later is not None else None
     if site is None:
         return None  # it is in the loss code, which is examined separately
-    file, line, function = site
-    path = BOX.code.path_of(file)
-    place = Place(file, line, function, path, last=sys.maxsize) if path is not None else None
-    return Sighting(None, located(kind, place, note=note, made_it=True))
+    path = BOX.code.path_of(site.file)
+    place = Place(site.file, site.line, site.function, path, last=sys.maxsize) if path is not None else None
+    return Sighting(None, located(kind, place, problem=problem, made_it=True))
 
 
-def _in_forwards(call: Call, kind: str, note: str, *, made_it: bool = True) -> LossOperation:
+def _in_forwards(call: Call, kind: str, problem: Problem | None, *, made_it: bool = True) -> LossOperation:
     """The operation with its line in the forwards of the model's classes, if only one line contains it."""
     found = [(place, line) for place in _forwards(call) for line in lines_with(kind, place)]
     if len(found) != 1:
-        return LossOperation(kind, made_it=made_it, note=note)
+        return LossOperation(kind, made_it=made_it, problem=problem)
     place, line = found[0]
-    return LossOperation(kind, place.file, line, place.function, made_it, note)
+    return LossOperation(kind, place.file, line, place.function, made_it, problem)
 
 
 def _written_in_place(call: Call) -> LossOperation | None:

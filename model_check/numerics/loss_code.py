@@ -1,17 +1,24 @@
-"""What the script computes between its model and `backward()`: the operations, and the numbers that they kept.
+"""What the script computes between its model and `backward()`: the operations, the numbers they kept, and their lines.
 
-Such code cannot be run once more. What is left of it is the graph behind the loss, and in the graph the numbers that
-each operation keeps for its backward, until that has run. A CPU knows whether the loss is finite before its backward
-begins, and can look at all of them. A GPU tells only afterwards: then the small ones have been held on to, and nobody
-has waited.
+Such code cannot be run once more and leaves no traceback. What is left of it is the graph behind the loss, and in the
+graph the numbers that each operation keeps for its backward, until that has run. A CPU knows whether the loss is finite
+before its backward begins, and can look at all of them. A GPU tells only afterwards: then the small ones have been held
+on to, and nobody has waited.
+
+The line is the one between the forward call and `backward()` in the script's own function whose text holds the
+operation, if there is exactly one. Where a framework calls `backward()`, that function is the one that called the
+model: the one that started the framework knows nothing of a loss.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import heapq
 import itertools
+import linecache
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -19,9 +26,199 @@ from typing import Any
 
 import torch
 
+from model_check.blackbox.box import BOX
 from model_check.blackbox.device_numbers import local
-from model_check.numerics.loss_line import LossOperation, Place, located
 from model_check.numerics.replaying import finite as is_finite
+from model_check.record.stacks import Frame
+
+_TEXT = {
+    "Norm": ("norm",),
+    "LinalgVectorNorm": ("norm",),
+    "Pow": ("pow", "square", "rsqrt"),
+    "NllLoss": ("cross_entropy", "nll_loss", "criterion", "loss_fn", "CrossEntropyLoss"),
+    "Logsumexp": ("logsumexp",),
+    "Mean": ("mean",),
+}
+
+_PROBLEMS = {
+    "empty_sum": "divides by a sum that is 0",
+    "labels_ignored": "averages over labels that are all ignored",
+    "empty_mean": "takes the mean of nothing",
+    "zero_divisor": "divides by 0",
+    "logarithm": "takes the logarithm of {}",
+    "negative_root": "takes the root of a negative number",
+    "exponential": "takes the exponential of a number that is too large",
+    "no_such_power": "raises a number to a power that it does not have",
+    "bad_target": "is given a target that is not finite, of sample {}",
+    "infinite_slope": "has an infinite slope at 0, where it is",
+    "first_given": "is the first operation that is given a number that is not finite",
+}
+_EMPTY = frozenset({"empty_sum", "labels_ignored", "empty_mean"})
+_OPERATORS: dict[type[ast.operator], str] = {
+    ast.Div: "div",
+    ast.Pow: "pow",
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an operation stumbles over: a key of `_PROBLEMS`, and the value that its sentence needs."""
+
+    kind: str
+    value: str = ""
+
+    @property
+    def text(self) -> str:
+        return _PROBLEMS[self.kind].format(self.value)
+
+
+@dataclass(frozen=True)
+class LossOperation:
+    """One operation of the loss code, and the line it stands in, 0 where that cannot be told."""
+
+    op: str
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    made_it: bool = False  # its inputs were finite and its result was not: seen, not guessed
+    problem: Problem | None = None
+    samples: tuple[int, ...] = ()  # of the targets it was given, those that are not finite
+
+    @property
+    def name(self) -> str:
+        return self.op.lower()
+
+    @property
+    def site(self) -> str | None:
+        return f"{self.file}:{self.line}" if self.line else None
+
+    @property
+    def note(self) -> str:
+        """What it stumbled over, as the end of a sentence about it; empty: not known."""
+        return f": it {self.problem.text}" if self.problem is not None else ""
+
+    @property
+    def empty(self) -> bool:
+        """It divides by a count that is 0."""
+        return self.problem is not None and self.problem.kind in _EMPTY
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the script calls backward: its own frame, read while it stands there."""
+
+    file: str
+    line: int
+    function: str
+    path: str
+    first: int = 0  # of the lines of that function in which the loss code may stand
+    last: int | None = None  # None: the line itself is the last, for what follows `backward()` is the next step's
+
+    @property
+    def site(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @classmethod
+    def of(cls, frame: FrameType | None) -> Place | None:
+        while frame is not None:
+            if (found := cls.at(frame, frame.f_lineno)) is not None:
+                return found
+            frame = frame.f_back
+        return None
+
+    @classmethod
+    def at(cls, frame: FrameType, line: int) -> Place | None:
+        """This very frame; None where it is not the script's own."""
+        path = frame.f_code.co_filename
+        shown = BOX.code.shown(path)
+        return cls(shown, line, frame.f_code.co_name, path) if shown is not None else None
+
+    def or_of_forward(self, called: Frame | None) -> Place:
+        """Where the loss code stands, if a framework calls backward: this is then the line that started the framework.
+
+        `called`: the line from which the model was called. Of a loss that the framework was handed there
+        is nothing in the function that handed the whole loop to it.
+        """
+        if called is None:
+            return self
+        file, line, function = called.file, called.line, called.function
+        if (file, line) == (self.file, self.line):
+            return replace(self, first=line)
+        path = BOX.code.path_of(file)
+        if path is None or (file, function) == (self.file, self.function) or self._holds_the_loss():
+            return self
+        if function.startswith("<"):  # a lambda: no function of this name stands in the file
+            return Place(file, line, function, path, first=line)
+        return Place(file, line, function, path, last=sys.maxsize)
+
+    def _holds_the_loss(self) -> bool:
+        return re.search("backward|loss", linecache.getline(self.path, self.line), re.IGNORECASE) is not None
+
+
+def located(kind: str, place: Place | None, *, problem: Problem | None = None, made_it: bool = False) -> LossOperation:
+    """`kind`: of the operation, as autograd names it, without its suffix."""
+    if place is None:
+        return LossOperation(kind, made_it=made_it, problem=problem)
+    possible = [number for number in lines_with(kind, place) if place.first <= number <= (place.last or place.line)]
+    line = possible[0] if len(possible) == 1 else 0
+    function = _function_at(place, line) if line else place.function
+    return LossOperation(kind, place.file, line or place.line, function, made_it, problem)
+
+
+def lines_with(kind: str, place: Place) -> list[int]:
+    """The lines of the place's function that contain that operation."""
+    return [number for number, words in _words_by_line(place) if words & _wanted(kind)]
+
+
+def _wanted(kind: str) -> set[str]:
+    return {kind.lower(), kind.lower() + "_", *(word.lower() for word in _TEXT.get(kind, ()))}
+
+
+def _tree(place: Place) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(place.path)))
+    except SyntaxError:  # the file has been edited since
+        return ast.Module([], [])
+
+
+def _functions_at(tree: ast.AST, line: int) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions that hold a line, the outermost first."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return sorted((f for f in functions if f.lineno <= line <= (f.end_lineno or 0)), key=lambda f: f.lineno)
+
+
+def _function_at(place: Place, line: int) -> str:
+    holds = _functions_at(_tree(place), line)
+    return holds[-1].name if holds else "<module>"
+
+
+def _is_told_in_words(call: ast.Call) -> bool:
+    """self.log("loss", loss) is no logarithm."""
+    first = call.args[0] if call.args else None
+    return isinstance(first, (ast.JoinedStr, ast.Dict)) or (
+        isinstance(first, ast.Constant) and isinstance(first.value, str)
+    )
+
+
+def _words_by_line(place: Place) -> list[tuple[int, set[str]]]:
+    """For each line of the function that calls backward: the operations that stand in it."""
+    tree = _tree(place)
+    holds = [function for function in _functions_at(tree, place.line) if function.name == place.function]
+    words: dict[int, set[str]] = {}
+    for node in ast.walk(holds[-1] if holds else tree):
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and (word := _OPERATORS.get(type(node.op))):
+            by = node.right if isinstance(node, ast.BinOp) else node.value
+            if word in ("div", "pow") or not isinstance(by, ast.Constant):  # `calls += 1` is not part of a loss
+                words.setdefault(node.lineno, set()).add(word)
+        elif isinstance(node, ast.Call) and not _is_told_in_words(node):
+            name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            if name:
+                words.setdefault(node.func.end_lineno or node.lineno, set()).add(str(name).lower())
+    return sorted(words.items())
+
 
 _MOST_NODES = 200
 _FEW_NODES = 16  # are held on to in every step
@@ -40,10 +237,10 @@ _SLOPES = {
     "Log": ("_saved_self", 1e-38),
 }
 _MADE_OF = {
-    "Sqrt": "takes the root of a negative number",
-    "Rsqrt": "divides by 0",
-    "Reciprocal": "divides by 0",
-    "Exp": "takes the exponential of a number that is too large",
+    "Sqrt": Problem("negative_root"),
+    "Rsqrt": Problem("zero_divisor"),
+    "Reciprocal": Problem("zero_divisor"),
+    "Exp": Problem("exponential"),
 }
 _LOGARITHMS = ("Log", "Log2", "Log10", "Log1P")
 _saved_names: dict[str, tuple[str, ...]] = {}
@@ -86,26 +283,26 @@ class Operation:
         """Those that are still what they were."""
         return {name: tensor for name, tensor in self.tensors.items() if tensor._version == self.versions[name]}
 
-    def stumbles(self) -> str:
+    def problem(self) -> Problem | None:
         """What it stumbles over, judged by the numbers it kept."""
         kept = self.kept()
         inner, made = kept.get("_saved_self"), kept.get("_saved_result")
         if self.kind == "Div" and (below := kept.get("_saved_other")) is not None and bool((below == 0).any()):
-            return "divides by a sum that is 0" if below.numel() == 1 else "divides by 0"
+            return Problem("empty_sum" if below.numel() == 1 else "zero_divisor")
         if self.kind in _LOGARITHMS and inner is not None:
             least = float(inner.min()) + (1.0 if self.kind == "Log1P" else 0.0)
             if least <= 0:
-                return f"takes the logarithm of {least:g}"
+                return Problem("logarithm", f"{least:g}")
         if self.kind in _MADE_OF and made is not None and not is_finite(made):
             return _MADE_OF[self.kind]
         if self.kind == "Pow" and inner is not None and self._has_no_power(inner):
-            return "raises a number to a power that it does not have"
+            return Problem("no_such_power")
         if self.kind.startswith("NllLoss") and (weight := kept.get("_saved_total_weight")) is not None:
             averages = self.plain.get("_saved_reduction", 0) == _MEAN
-            return "averages over labels that are all ignored" if averages and float(weight) == 0 else ""
+            return Problem("labels_ignored") if averages and float(weight) == 0 else None
         if self.kind == "Mean" and self.plain.get("_saved_self_sym_numel", 1) == 0:
-            return "takes the mean of nothing"
-        return ""
+            return Problem("empty_mean")
+        return None
 
     def divides_by_a_finite_number(self) -> bool:
         """Frameworks divide each loss by the number of batches they accumulate: that makes no NaN."""
@@ -188,10 +385,10 @@ class LossCode:
         for operation in reversed(self.operations):  # in the order in which the script made them
             if samples := operation.bad_targets():
                 shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
-                note = f"is given a target that is not finite, of sample {shown}"
-                return replace(located(operation.kind, self.place, note=note, made_it=True), samples=samples)
-            if not operation.is_given_bad_numbers() and (note := operation.stumbles()):
-                return located(operation.kind, self.place, note=note, made_it=True)
+                problem = Problem("bad_target", shown)
+                return replace(located(operation.kind, self.place, problem=problem, made_it=True), samples=samples)
+            if not operation.is_given_bad_numbers() and (stumbled := operation.problem()) is not None:
+                return located(operation.kind, self.place, problem=stumbled, made_it=True)
         if not self.operations or self.cut_off:
             return None
         innermost = self.operations[-1]
@@ -208,7 +405,7 @@ class LossCode:
         found = next((operation for operation in self.operations if operation.is_at_its_pole()), None)
         if found is None:
             return None
-        return located(found.kind, self.place, note="has an infinite slope at 0, where it is", made_it=True)
+        return located(found.kind, self.place, problem=Problem("infinite_slope"), made_it=True)
 
 
 NO_CODE = LossCode()

@@ -1,4 +1,4 @@
-"""Where the first bad number was made: watches every operation of a replayed step.
+"""Where the first bad number was made: watches every operation of a replayed step, and the modules that run.
 
 An operation whose result is not finite while all its inputs are is an *origin*; a bad result of bad inputs passes the
 origin of its inputs on. The origin of the loss, or of the first bad gradient, is what is reported. The backward pass
@@ -15,22 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from model_check.numerics.ranges import (
-    ModuleRange,
-    ModuleTrail,
-    Range,
-    checkable,
-    is_finite,
-    local_part,
-    real_part,
-)
+from model_check.numerics.finite import checkable, is_finite, local_part, real_part
+from model_check.record.events.numerics import Direction, ModuleRange, Range
 
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 _RUNS_THE_MODEL = tuple(f"{_PACKAGE}{room}/" for room in ("blackbox", "numerics", "engine", "launch", "cli"))
@@ -67,6 +61,70 @@ _MODULES_BEFORE = 10
 _NAMES = {"_to_copy": "cast", "_softmax": "softmax", "nll_loss_forward": "nll_loss", "mm": "matmul", "bmm": "matmul"}
 
 
+def range_of(tensor: torch.Tensor) -> Range:
+    values = real_part(tensor)
+    absmax = float(torch.linalg.vector_norm(values, math.inf))
+    if math.isfinite(absmax):
+        return Range(absmax, _mean(values), 1.0)
+    good = values[torch.isfinite(values)].float()
+    if not good.numel():
+        return Range()
+    return Range(float(good.abs().max()), _mean(good), good.numel() / values.numel())
+
+
+def _mean(values: torch.Tensor) -> float:
+    """Of finite numbers; their sum may leave the range of float32 although none of them does."""
+    mean = float(values.mean(dtype=torch.float32))
+    return mean if math.isfinite(mean) else float(values.mean(dtype=torch.float64))
+
+
+def first_range(value: Any) -> Range | None:
+    """Of the first tensor in whatever a module takes or returns."""
+    if isinstance(value, torch.Tensor):
+        return range_of(value) if checkable(value) else None
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for part in parts if (found := first_range(part)) is not None), None)
+
+
+class ModuleTrail:
+    """Which module runs now, and those that have run, in order. Works through hooks, so the model knows nothing."""
+
+    def __init__(self) -> None:
+        self.passed: list[ModuleRange] = []
+        self._running: list[str] = []
+
+    @property
+    def current(self) -> str:
+        return self._running[-1] if self._running else ""
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._enter(name)))
+            handles.append(module.register_forward_hook(self._leave(name), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._running.append(name)
+
+        return enter
+
+    def _leave(self, name: str) -> Any:
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if self._running and self._running[-1] == name:
+                self._running.pop()
+            with _disable_current_modes():
+                self.passed.append(ModuleRange(name, first_range(args), first_range(output)))
+
+        return leave
+
+
 @dataclass(frozen=True)
 class Site:
     """A place in the forward pass: module, line, and how many modules had run by then."""
@@ -79,17 +137,28 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Given:
+    """A tensor that the pass was given."""
+
+    kind: Literal["parameter", "buffer", "input"]
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True)
 class Origin:
     """Where a bad number came into the step."""
 
-    direction: str  # forward or backward
+    direction: Direction
     site: Site
     kind: str  # nan or inf
     dtype: str
     inputs: tuple[Range, ...] = ()
     magnitude: float | None = None  # what float32 makes of it, where it is float16; infinite: the same
     empty_divisor: bool = False
-    given: str | None = None  # a parameter or an input that was not finite to begin with
+    given: Given | None = None  # what was not finite to begin with
     received: bool = False  # it was there before any operation that could be watched
     before: tuple[ModuleRange, ...] = field(default=(), compare=False)
 
@@ -111,8 +180,8 @@ class OriginFinder(TorchDispatchMode):
         self.backward: Origin | None = None
         self._model = model
         self._shown = shown
-        self._origins: dict[int, Origin] = {}
-        self._sums: set[int] = set()
+        self._origins: dict[Any, Origin] = {}  # by what _memory returns
+        self._sums: set[Any] = set()
         self._sites: dict[int, Site] = {}
         self._first_made: Origin | None = None  # of those that nothing has masked since
 
@@ -122,23 +191,23 @@ class OriginFinder(TorchDispatchMode):
     def watching(self, inputs: Iterable[tuple[str, Any]]) -> Iterator[OriginFinder]:
         """Watches; `inputs` are the tensors of the batch, by name."""
         for name, parameter in self._model.named_parameters():
-            self._note_given(f"parameter {name}", parameter.detach(), may_mask=False)
+            self._note_given(Given("parameter", name), parameter.detach())
         for name, buffer in self._model.named_buffers():
-            self._note_given(f"buffer {name}", buffer, may_mask=True)
+            self._note_given(Given("buffer", name), buffer)
         for name, tensor in inputs:
-            self._note_given(f"input {name}", tensor, may_mask=True)
+            self._note_given(Given("input", name), tensor)
         with self.trail.following(self._model), self:
             yield self
 
-    def _note_given(self, name: str, tensor: torch.Tensor, *, may_mask: bool) -> None:
+    def _note_given(self, given: Given, tensor: torch.Tensor) -> None:
         if not checkable(tensor) or is_finite(tensor):
             return
-        if may_mask and only_minus_infinity(tensor):
+        if given.kind != "parameter" and only_minus_infinity(tensor):  # a mask
             self._origins[_memory(tensor)] = _MEANT
             return
         nowhere = Site("", "", "", "", 0)
         self._origins[_memory(tensor)] = Origin(
-            "forward", nowhere, _kind(tensor), _dtype(tensor), (Range.of(tensor),), given=name
+            "forward", nowhere, _kind(tensor), _dtype(tensor), (range_of(tensor),), given=given
         )
 
     def loss_reached(self, loss: torch.Tensor) -> None:
@@ -243,14 +312,14 @@ class OriginFinder(TorchDispatchMode):
         empty: bool,
     ) -> Origin:
         backward = _in_backward()
-        direction = "backward" if backward else "forward"
+        direction: Direction = "backward" if backward else "forward"
         site = self._node_site(torch._C._current_autograd_node()) if backward else self._site(name)
         return Origin(
             direction,
             site,
             _kind(bad),
             _dtype(bad),
-            tuple(Range.of(t) for t in read[:3]),
+            tuple(range_of(t) for t in read[:3]),
             magnitude=_magnitude(func, name, args, kwargs, bad, read) if not received else None,
             empty_divisor=empty or (not received and self._divides_by_nothing(name, args)),
             received=received,
@@ -304,10 +373,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _memory(tensor: torch.Tensor) -> StorageWeakRef | tuple[str, int]:
+    """The tensor's memory, as a key. A weak reference keeps its address from being given to other memory."""
     local = local_part(tensor)
     local = getattr(local, "elem", local)  # a result that is still on its way wraps the memory it will arrive in
-    return local.untyped_storage()._cdata if local.layout == torch.strided else id(local)
+    return StorageWeakRef(local.untyped_storage()) if local.layout == torch.strided else ("sparse", id(local))
 
 
 def _is_view(func: Any) -> bool:
@@ -341,7 +411,7 @@ def _magnitude(
     if bad.dtype != torch.float16:
         return None
     if name in ("_to_copy", "copy_"):
-        return max((Range.of(t).absmax for t in read), default=None)
+        return max((range_of(t).absmax for t in read), default=None)
     if func._schema.is_mutable:
         return None
 
@@ -357,7 +427,7 @@ def _magnitude(
     wide_results = [t for t in results[:1] if checkable(t) and t.dtype != torch.float16]
     if not wide_results:
         return None
-    return Range.of(wide_results[0]).absmax if is_finite(wide_results[0]) else math.inf
+    return range_of(wide_results[0]).absmax if is_finite(wide_results[0]) else math.inf
 
 
 def _model_line(frame: FrameType | None, shown: Callable[[str], str]) -> tuple[str, str]:

@@ -3,21 +3,92 @@
 Ranks that hold the same parameters record sums over their bits, a few parameters at a time and the same ones at the
 same step everywhere; likewise for the inputs of the first steps. Nothing is compared here: readers of the run directory
 do that. Parameters should be equal under DistributedDataParallel, and where the script itself adds up their gradients
-over a group (`by_hand`). All others are left alone, since they may differ between ranks.
+over a group. Which ones those are we learn from its first steps (`ByHand`): the script reduces each gradient directly,
+or all of them in flat buffers. Anything it does not reduce may differ: experts, stages, shards, halves of a GAN. A
+script that makes a step without any exchange lets its ranks differ on purpose.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from model_check.blackbox.box import BOX
-from model_check.blackbox.device_numbers import Reading, local, reading_of, tensors_in
-from model_check.numerics.manual_reduction import LEARNED, ByHand
+from model_check.blackbox.device_numbers import Reading, gradient_of, local, reading_of, tensors_in
+from model_check.blackbox.native_collectives import Exchange
+from model_check.record.events.numerics import BatchSums, ParameterSums
+
+LEARNED = 2  # steps
+_MOST_MODULES = 16
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+Group = tuple[int, ...]
+
+
+class ByHand:
+    """The exchanges that one thread of a process makes by hand."""
+
+    def __init__(self) -> None:
+        self.off = False
+        self._modules: list[weakref.ref[Any]] = []
+        self._shared: dict[Group, set[int]] = {}  # ids of parameters, which live as long as their module
+        self._in_buffers: Counter[Group] = Counter()  # elements exchanged in flat buffers in this step
+        self._exchanged = False
+        self._step = 0
+
+    def forward_seen(self, module: Any, step: int) -> None:
+        """`step`: the number of steps done so far."""
+        if step > self._step:
+            self.off = self.off or not self._exchanged
+            self._step, self._exchanged = step, False
+            self._in_buffers.clear()
+        if any(base.__name__ in _WRAPPERS for base in type(module).__mro__):
+            self.off = True
+        if not self.off and step < LEARNED and module not in self._known() and len(self._modules) < _MOST_MODULES:
+            self._modules.append(weakref.ref(module))
+
+    def exchange_begins(self, exchange: Exchange) -> None:
+        """An exchange after a forward: of gradients, or of something else that is added up."""
+        if self.off or not any(tensor.is_floating_point() for tensor in exchange.given):
+            return
+        self._exchanged = True
+        if self._step >= LEARNED or not self._modules:
+            return
+        process_group = torch.distributed.ProcessGroup.unbox(exchange.group)
+        group = tuple(torch.distributed.get_process_group_ranks(process_group))
+        with_gradient = [
+            (parameter, gradient)
+            for module in self._known()
+            for parameter in module.parameters()
+            if (gradient := gradient_of(parameter)) is not None and gradient.layout is torch.strided
+        ]
+        places = {_place(tensor) for tensor in exchange.given if tensor.layout is torch.strided}
+        reduced = [parameter for parameter, gradient in with_gradient if _place(gradient) in places]
+        if not reduced:
+            self._in_buffers[group] += sum(tensor.numel() for tensor in exchange.given if tensor.dim() == 1)
+            if self._in_buffers[group] == sum(gradient.numel() for _, gradient in with_gradient):
+                reduced = [parameter for parameter, _ in with_gradient]
+        self._shared.setdefault(group, set()).update(map(id, reduced))
+
+    def shared(self, module: Any) -> dict[Group, list[tuple[str, Any]]]:
+        """The module's parameters that are equal on all ranks of a group. Names from a second module say so."""
+        known = self._known()
+        number = next((at for at, one in enumerate(known, start=1) if one is module), 0)
+        suffix = f" of module {number}" if number > 1 else ""
+        return {
+            group: [(f"{name}{suffix}", p) for name, p in module.named_parameters() if id(p) in parameters]
+            for group, parameters in self._shared.items()
+            if number
+        }
+
+    def _known(self) -> list[Any]:
+        return [module for known in self._modules if (module := known()) is not None]
+
 
 _CLOSE_STEPS = 100  # compared every tenth step at first, later every hundredth
 _CLOSE_EVERY, _EVERY = 10, 100
@@ -115,7 +186,7 @@ class Replicas:
     def __init__(self) -> None:
         self._copies: weakref.WeakKeyDictionary[Any, list[_Copies]] = weakref.WeakKeyDictionary()
         self._batch_step = -1
-        self._pending: list[tuple[str, int, list[int], dict[str, Reading]]] = []
+        self._pending: list[tuple[ParameterSums | BatchSums, dict[str, Reading]]] = []
 
     def forward_seen(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step: int, by_hand: ByHand | None = None
@@ -164,7 +235,7 @@ class Replicas:
             copies.hashed_step = step
             pieces = copies.heads() if step == first else copies.take_turn()
             sums = {piece.label: reading_of(bit_sum(piece.tensor, piece.start, piece.end)) for piece in pieces}
-            self._later("param_hash", step, copies.group, sums)
+            self._later(ParameterSums(step=step, group=tuple(copies.group)), sums)
 
     def _note_batch(self, module: Any, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         group = self._of(module)[0].group
@@ -172,20 +243,24 @@ class Replicas:
         if len(group) < 2 or not given:
             return
         sums = {str(number): reading_of(bit_sum(t, 0, _BATCH_ELEMENTS)) for number, t in enumerate(given)}
-        self._later("batch_hash", step, group, sums)
+        self._later(BatchSums(step=step, group=tuple(group)), sums)
 
-    def _later(self, event: str, step: int, group: list[int], sums: dict[str, Reading | None]) -> None:
-        self._pending.append((event, step, group, {name: found for name, found in sums.items() if found is not None}))
+    def _later(self, event: ParameterSums | BatchSums, sums: dict[str, Reading | None]) -> None:
+        self._pending.append((event, {name: found for name, found in sums.items() if found is not None}))
         self.flush()
 
     def flush(self) -> None:
         """Writes what the device has answered."""
         while self._pending:
-            event, step, group, sums = self._pending[0]
+            event, sums = self._pending[0]
             if not all(reading.ready for reading in sums.values()):
                 return
             del self._pending[0]
-            BOX.event(event, step=step, group=group, hashes={name: found.value() for name, found in sums.items()})
+            BOX.event(replace(event, hashes={name: found.value() for name, found in sums.items()}))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _due(step: int) -> bool:

@@ -31,23 +31,21 @@ from model_check.blackbox.box import BOX, GUARD_VARIABLE, GuardMode
 from model_check.blackbox.device_numbers import Reading, local
 from model_check.blackbox.native_collectives import Exchange
 from model_check.numerics.backward_passes import LossLines, Pass, Passes, nodes_of
-from model_check.numerics.blame import Hit, OwnShare, is_alone
 from model_check.numerics.exchanges import Looked, OwnGradients
-from model_check.numerics.forward_inputs import Call, Inputs
 from model_check.numerics.graph_search import first_made
-from model_check.numerics.guard_reports import Reports
-from model_check.numerics.loss_code import LossCode, bad_loss
-from model_check.numerics.loss_line import Place
+from model_check.numerics.hits import Hit, OwnShare, Stop, anomaly_in, devices_answer, is_alone
+from model_check.numerics.loss_code import LossCode, Place, bad_loss
 from model_check.numerics.probes import (
     Probed,
+    TakenNorms,
     all_sizes,
     given_to,
     gradients_finite,
     size_of,
     weights_finite,
 )
-from model_check.numerics.script_norms import TakenNorms
-from model_check.numerics.script_stop import Stop, anomaly_in, devices_answer
+from model_check.numerics.replaying import Call, Inputs
+from model_check.numerics.reports import Reports
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,7 @@ class Guard:
             return
         self._stop = stop
         if stop.known_at_once:
-            BOX.event("nonfinite", **stop.preliminary())
+            BOX.event(stop.preliminary())
 
     @property
     def looks_back(self) -> bool:
@@ -275,8 +273,8 @@ class Guard:
         stop, self._stop = self._stop, None
         if stop is not None:
             hit = self._among_peers(stop.hit(), self._own.so_far)
-            spoils = {} if stop.spoils else {"spoils": False}
-            self.reports.tell(stop.step, hit, stop.grad_norm, all_read=not self._own.left_out, stopped=True, **spoils)
+            all_read = not self._own.left_out
+            self.reports.tell(stop.step, hit, stop.grad_norm, all_read=all_read, stopped=True, spoils=stop.spoils)
             self.forget()
 
     def _bad_loss_at_the_end(self, frames: Sequence[tuple[FrameType, int]]) -> Stop | None:
@@ -303,7 +301,7 @@ class Guard:
         if last is None:
             return None
         if operation := anomaly_in(said):
-            own = OwnShare(f"the result of {operation}")
+            own = OwnShare(f"result of {operation}")
         else:
             parameters = self._trained()
             own = _own_share(self._own.so_far, parameters)

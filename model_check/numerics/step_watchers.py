@@ -7,8 +7,10 @@ goes wrong in a watcher of ours ends the watching, never the script; only a step
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -19,10 +21,8 @@ from model_check.blackbox.box import BOX
 from model_check.blackbox.device_numbers import reading_of
 from model_check.blackbox.native_collectives import Exchange
 from model_check.errors import NumericsError
-from model_check.numerics.forward_inputs import Call
-from model_check.numerics.grad_scaler import Scaling
-from model_check.numerics.manual_reduction import ByHand
-from model_check.numerics.replicas import REPLICAS
+from model_check.numerics.replaying import Call
+from model_check.numerics.replicas import REPLICAS, ByHand
 from model_check.numerics.script_guard import Guard
 from model_check.numerics.token_ids import Tokens
 from model_check.numerics.trends import Trends
@@ -30,6 +30,8 @@ from model_check.record.events.numerics import GuardFailed
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_SKIPS_IN_A_ROW = 10
+_LEAST_SCALE = 1.0
 
 
 def _harmless(watch: Callable[_P, _R]) -> Callable[_P, _R | None]:
@@ -48,6 +50,66 @@ def _harmless(watch: Callable[_P, _R]) -> Callable[_P, _R | None]:
             return None
 
     return call
+
+
+class Scaling:
+    """A script's GradScaler: which losses are scaled, and how many steps it has left out in a row.
+
+    A healthy one skips a step now and then, to learn how far it may scale; one that never stops is ill.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._scaled: weakref.ref[torch.Tensor] | None = None
+        self._loss: weakref.ref[torch.Tensor] | None = None
+        self._stepped = False
+        self._skipped = 0
+        self._last_good_scale = math.nan
+        self._reported = False
+
+    def scale(self, loss: Any, scaled: Any) -> None:
+        if isinstance(loss, torch.Tensor) and isinstance(scaled, torch.Tensor):
+            self._loss, self._scaled = weakref.ref(loss), weakref.ref(scaled)
+
+    def is_scaled(self, root: Any) -> bool:
+        return self._scaled is not None and self._scaled() is root
+
+    @property
+    def skipping(self) -> bool:
+        return self._skipped > 0
+
+    @property
+    def in_use(self) -> bool:
+        """Gradients that are not finite are its business: that is how it finds its factor."""
+        return self._scaled is not None
+
+    def unscaled(self, root: Any) -> Any:
+        loss = self._loss() if self._loss is not None else None
+        return loss if loss is not None else root
+
+    def optimizer_begins(self) -> None:
+        self._stepped = True
+
+    def decides(self, optimizer: Any) -> bool:
+        """The scaler judges this step's gradients itself, before or inside the optimizer."""
+        return self.in_use or getattr(optimizer, "found_inf", None) is not None
+
+    def step_begins(self) -> None:
+        self._stepped = False
+
+    def step_ended(self, scaler: Any) -> None:
+        """After GradScaler.step: it called the optimizer, or left the step out."""
+        if self._stepped:
+            self._skipped = 0
+            return
+        self._skipped += 1
+        scale = float(scaler.get_scale())
+        if self._skipped == 1:
+            self._last_good_scale = scale
+        if not self._reported and (self._skipped >= _SKIPS_IN_A_ROW or scale < _LEAST_SCALE):
+            self._reported = True
+            self._guard.scaler_gave_up(skipped=self._skipped, scale=scale, first_scale=self._last_good_scale)
+        self._guard.step_done()
 
 
 class Steps:

@@ -14,6 +14,7 @@ import torch
 
 from model_check.blackbox.box import BOX
 from model_check.blackbox.device_numbers import Reading, local, reading_of, tensors_in
+from model_check.record.events.numerics import TokenRange
 
 _IDS = (torch.int64, torch.int32)
 
@@ -45,7 +46,7 @@ class Tokens:
         """The forward in progress, or something after it, raised: was it given an id without a row?"""
         largest = max((int(reading.value_without_device()) for reading in self._largest), default=-1)
         if self._embedding is not None and largest >= self._embedding[1]:
-            BOX.event("token_range", largest=largest, rows=self._embedding[1], module=self._embedding[0])
+            BOX.event(TokenRange(largest=largest, rows=self._embedding[1], module=self._embedding[0]))
             self._largest.clear()
 
 

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from model_check.blackbox.box import BOX
 from model_check.blackbox.device_numbers import Reading, local, norms_of, reading_of, tensors_in
+from model_check.record.events.numerics import Gradients, Losses
 
 _LOSSES_AT_ONCE = 50
 _WRITE_AFTER_S = 5.0
 _LOOK_EVERY = 50  # steps between two looks at all gradients, in the first 5,000
 _MOST_PARAMETERS = 256
+_MOST_NAMES = 8
 _MOST_LOSSES = 20_000  # of a long job only every k-th is kept: the file stays small
 
 
@@ -31,7 +34,7 @@ class Trends:
         self._names: dict[int, str] = {}
         self._largest_output: Reading | None = None
         self._choices = 0
-        self._looks: list[tuple[int, list[str], Reading, Reading | None, dict[str, Any]]] = []
+        self._looks: list[tuple[Gradients, list[str], Reading, Reading | None]] = []
 
     def _step(self) -> int:
         return BOX.recorder.steps if BOX.recorder is not None else 0
@@ -59,7 +62,7 @@ class Trends:
             self._step_loss = loss
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        if not self._looking() or (self._looks and self._looks[-1][0] == self._step()):
+        if not self._looking() or (self._looks and self._looks[-1][0].step == self._step()):
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]][:_MOST_PARAMETERS]
         found = [
@@ -75,14 +78,16 @@ class Trends:
         if norms is None or not trained or (not found and any(p.grad is not None for p in trained)):
             return
         named = [self._names.get(id(p), f"parameter {n}") for n, p, _ in found]
-        facts = {
-            "lr": [float(group["lr"]) for group in optimizer.param_groups if isinstance(group.get("lr"), (int, float))],
-            "frozen": [self._names.get(id(p), "?") for p in parameters if not p.requires_grad][:8],
-            "without_gradient": [self._names.get(id(p), "?") for p in trained if p.grad is None][:8],
-            "parameters": len(parameters),
-            "choices": self._choices,
-        }
-        self._looks.append((self._step(), named, norms, self._largest_output, facts))
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        look = Gradients(
+            step=self._step(),
+            choices=self._choices,
+            lr=tuple(float(rate) for rate in rates if isinstance(rate, (int, float))),
+            frozen=tuple(self._names.get(id(p), "?") for p in parameters if not p.requires_grad)[:_MOST_NAMES],
+            without_gradient=tuple(self._names.get(id(p), "?") for p in trained if p.grad is None)[:_MOST_NAMES],
+            parameters=len(parameters),
+        )
+        self._looks.append((look, named, norms, self._largest_output))
         self._largest_output = None
 
     def step_done(self) -> None:
@@ -91,32 +96,29 @@ class Trends:
         if self._step_loss is not None and step % every == 0:
             self._losses.append((step, self._step_loss))
         self._step_loss = None
-        if self._looks and self._looks[0][0] < step:
+        if self._looks and self._looks[0][0].step < step:
             self._write_look()
         full = len(self._losses) >= _LOSSES_AT_ONCE
         if full or (len(self._losses) > 1 and time.monotonic() - self._written_at > _WRITE_AFTER_S):
             self.flush()
 
     def _write_look(self) -> None:
-        step, names, norms, largest, facts = self._looks.pop(0)
-        BOX.event(
-            "gradients",
-            step=step,
-            norms={name: _short(norm) for name, norm in zip(names, norms.value(), strict=True)},
-            largest_output=_short(largest.value()) if largest is not None else None,
-            **facts,
-        )
+        look, names, norms, largest = self._looks.pop(0)
+        sizes = {name: _short(norm) for name, norm in zip(names, norms.value(), strict=True)}
+        output = _short(largest.value()) if largest is not None else None
+        BOX.event(replace(look, norms=sizes, largest_output=output))
 
     def flush(self) -> None:
         """Writes what is known; the newest loss may still be on its way."""
         self._written_at = time.monotonic()
         # After the last step none comes that would write its look.
-        while self._looks and all(reading.ready for reading in self._looks[0][2:4] if reading is not None):
+        while self._looks and all(reading.ready for reading in self._looks[0][2:] if reading is not None):
             self._write_look()
         known = [(step, loss.value()) for step, loss in self._losses if loss.ready]
         self._losses = [(step, loss) for step, loss in self._losses if not loss.ready]
         if known:
-            BOX.event("losses", steps=[step for step, _ in known], values=[_short(value) for _, value in known])
+            steps, values = zip(*known, strict=True)
+            BOX.event(Losses(steps=steps, values=tuple(map(_short, values))))
 
     def forget(self) -> None:
         self.__init__()  # type: ignore[misc]

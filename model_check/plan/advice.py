@@ -1,4 +1,5 @@
 """The nearest configuration that fits, as values to set; and, where none does, from how many GPUs on one would.
+For the day when a run did not fit after all: single changes that make it smaller, each with what it saves.
 
 Least harm first: whatever gives the same results (strategy, cuts, recomputation, a smaller micro-batch), then smaller
 optimizer states, then offloading. Among equals the fastest, and of those within a few percent the one that changes
@@ -8,12 +9,13 @@ least.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from model_check.plan.memory import GIB
-from model_check.plan.options import RECOMPUTATIONS, Job, Option
+from model_check.plan.options import RECOMPUTATIONS, Job, Option, in_sections, unchecked
 
 SAME_SPEED = 1.03
 MOST_GPUS = 16384
@@ -29,11 +31,7 @@ class Advice:
     @property
     def nested(self) -> dict[str, Any]:
         """The same as sections: what a configuration file holds."""
-        tree: dict[str, Any] = {}
-        for key, value in self.changes.items():
-            section, name = key.split(".")
-            tree.setdefault(section, {})[name] = value
-        return tree
+        return in_sections(self.changes)
 
     @property
     def as_flags(self) -> str:
@@ -79,16 +77,13 @@ def _harms(job: Job, eight_bit: bool) -> list[dict[str, Any]]:
 
 def _best(found: list[Advice]) -> Advice:
     fastest = min(advice.option.seconds_per_token for advice in found)
-    near = [a for a in found if a.option.seconds_per_token <= SAME_SPEED * fastest]
-    return min(near, key=lambda a: (_cuts(a.option), len(a.changes), a.option.seconds_per_token, _recomputed(a.option)))
 
+    def harm(advice: Advice) -> tuple[float, ...]:
+        layout, load, seconds = advice.option.layout, advice.option.load, advice.option.seconds_per_token
+        recomputed = RECOMPUTATIONS.index(load.recomputation)
+        return layout.tensor * layout.pipeline, len(advice.changes), seconds, recomputed
 
-def _cuts(option: Option) -> int:
-    return option.layout.tensor * option.layout.pipeline
-
-
-def _recomputed(option: Option) -> int:
-    return RECOMPUTATIONS.index(option.load.recomputation)
+    return min((a for a in found if a.option.seconds_per_token <= SAME_SPEED * fastest), key=harm)
 
 
 def changes_of(job: Job, option: Option) -> dict[str, Any]:
@@ -102,7 +97,7 @@ def changes_of(job: Job, option: Option) -> dict[str, Any]:
         "training.optimizer_states": load.states,
         "fsdp.cpu_offload": load.offloads,
     }
-    changed = {key: value for key, value in wanted.items() if value != _value(job, key)}
+    changed = {key: value for key, value in wanted.items() if value != attrgetter(key)(config)}
     if job.gathering_of(layout, load) != layout:
         changed["fsdp.reshard"] = "off" if layout.keep_gathered else "on"
     named = config.parallel.strategy
@@ -111,43 +106,24 @@ def changes_of(job: Job, option: Option) -> dict[str, Any]:
     elif named == "auto" and job.world_size > 1 and (changed or layout.strategy != job.configured_strategy):
         # Named, for what `auto` would take depends on the machine it runs on.
         changed["parallel.strategy"] = layout.strategy
-    if load.micro_batches != _micro_batches_after(job, changed):
+    if load.micro_batches != unchecked(config, changed).accumulation(job.world_size):
         # The global batch is kept; the number of micro-batches follows from it.
         changed["training.global_batch"] = job.global_batch
         changed["training.grad_accum_nums"] = None
     return changed
 
 
-def _value(job: Job, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(job.config, section), name)
-
-
-def _micro_batches_after(job: Job, changed: Mapping[str, Any]) -> int:
-    """How many micro-batches the configuration would make of a step with these values changed."""
-    training, parallel = job.config.training, job.config.parallel
-    batch = changed.get("training.batch_size", training.batch_size)
-    inner = changed.get("parallel.tensor", parallel.tensor) * changed.get("parallel.pipeline", parallel.pipeline)
-    copies = max(1, job.world_size // (inner * parallel.context))
-    if training.grad_accum_nums is not None:
-        return training.grad_accum_nums
-    return 1 if training.global_batch is None else max(1, training.global_batch // (batch * copies))
-
-
 def fewest_gpus(job: Job) -> int | None:
     """The smallest power of two of GPUs on which the model fits without a change of its results."""
+    # What a rank computes stays, the global batch grows with the number of ranks.
+    training = {"training.batch_size": 1, "training.global_batch": None, "training.grad_accum_nums": None}
+    config = job.config.with_values(training, "plan")
     gpus = 1
     while gpus <= MOST_GPUS:
-        if gpus > job.world_size and any(option.fits for option in _on(job, gpus).options()):
+        if gpus > job.world_size and any(o.fits for o in replace(job, config=config, world_size=gpus).options()):
             return gpus
         gpus *= 2
     return None
-
-
-def _on(job: Job, gpus: int) -> Job:
-    """The same model on more GPUs: what a rank computes stays, the global batch grows with their number."""
-    training = {"training.batch_size": 1, "training.global_batch": None, "training.grad_accum_nums": None}
-    return replace(job, config=job.config.with_values(training, "plan"), world_size=gpus)
 
 
 def describe_need(option: Option) -> str:
@@ -159,3 +135,42 @@ def describe_need(option: Option) -> str:
         f"a rank needs {memory.needed / GIB:.1f} GiB of the GPU's {option.device_bytes / GIB:.1f} "
         f"(in its {memory.peak.name}: {largest})"
     )
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change, as flags, and the bytes it saves on each rank."""
+
+    flags: str
+    saves: float
+
+    def record(self) -> dict[str, Any]:
+        return {"flags": self.flags, "saves_gib": self.saves / GIB}
+
+
+def remedies(job: Job, option: Option) -> list[Remedy]:
+    """What makes this option smaller, the least harmful first."""
+    found = []
+    for smaller in _smaller(job, option):
+        saved = option.memory.allocated - smaller.memory.allocated
+        changes = changes_of(job, smaller)
+        if smaller.load.fused_loss != option.load.fused_loss:
+            changes["training.fused_loss"] = "auto"
+        if saved > 0 and changes:
+            found.append(Remedy(Advice(changes, smaller).as_flags, saved))
+    return found
+
+
+def _smaller(job: Job, option: Option) -> Iterator[Option]:
+    layout, load = option.layout, option.load
+    if not load.fused_loss:
+        yield job.option(layout, replace(load, fused_loss=True))
+    if load.batch % 2 == 0:
+        yield job.option(layout, replace(load, batch=load.batch // 2, micro_batches=2 * load.micro_batches))
+    for mode in RECOMPUTATIONS[RECOMPUTATIONS.index(load.recomputation) + 1 :]:
+        yield job.option(layout, replace(load, recomputation=mode))
+    if layout.strategy == "ddp" and layout.data_parallel > 1:
+        sharded = replace(layout, strategy="fsdp", replicate=1, shard=layout.data_parallel, keep_gathered=False)
+        yield job.option(sharded, load)
+    if load.states == "fp32":
+        yield job.option(layout, replace(load, states="bf16"))

@@ -19,17 +19,13 @@ def estimate(config: Config, layout: Layout, parameters: int, shape: ModelShape 
     return plan_memory(shape, load, layout) if shape is not None else plan_state(parameters, load, layout)
 
 
-def candidate_layouts(config: Config, world_size: int, *, ranks_per_host: int) -> dict[Strategy, Layout]:
-    """The layouts that these sizes of tensor, pipeline and context leave, the simplest first."""
-    parallel = config.parallel
-    base = Layout(
-        pipeline=parallel.pipeline,
-        replicate=config.data_parallel(world_size),
-        context=parallel.context,
-        tensor=parallel.tensor,
-    )
-    ranks_in_host = max(1, ranks_per_host // (parallel.tensor * parallel.context))
-    group = parallel.shard or math.gcd(base.data_parallel, ranks_in_host)
+def candidate_layouts(base: Layout, group: int | None, ranks_per_host: int) -> dict[Strategy, Layout]:
+    """What each strategy makes of a layout that only replicates, the simplest first.
+
+    group   ranks that share parameters under hsdp (parallel.shard); None: those of one host
+    """
+    ranks_in_host = max(1, ranks_per_host // (base.tensor * base.context))
+    group = group or math.gcd(base.data_parallel, ranks_in_host)
     return {
         "ddp": base,
         "hsdp": replace(base, strategy="hsdp", replicate=base.data_parallel // group, shard=group),
@@ -48,8 +44,13 @@ def choose_layout(
 ) -> Layout:
     """The layout a config asks for on this many ranks. `gpu_bytes` is None on the CPU and where it is unknown."""
     parallel = config.parallel
-    candidates = candidate_layouts(config, world_size, ranks_per_host=ranks_per_host)
-    base = candidates["ddp"]
+    base = Layout(
+        pipeline=parallel.pipeline,
+        replicate=config.data_parallel(world_size),
+        context=parallel.context,
+        tensor=parallel.tensor,
+    )
+    candidates = candidate_layouts(base, parallel.shard, ranks_per_host)
 
     def settled(strategy: Strategy) -> Layout:
         def memory_of(layout: Layout) -> MemoryPlan:

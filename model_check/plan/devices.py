@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from model_check.errors import UsageError
-from model_check.plan.peaks import peak_flops
+from model_check.plan.flops import peak_flops
 
 GIB = 2**30
 # Between hosts one adapter of 400 Gbit/s for each GPU: what machines with such GPUs usually have.

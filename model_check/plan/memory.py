@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from model_check.config import ModelShape
-from model_check.plan.activations import block_bytes, weight_copies_kept
+from model_check.plan.activations import block_bytes, loss_bytes, weight_copies_kept
 from model_check.plan.layout import Layout
-from model_check.plan.loss_memory import loss_bytes
 from model_check.plan.workload import Workload
 
 GIB = 2**30
 MIB = 2**20
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "workspace")
-MOMENTS = ("forward", "loss", "backward", "optimizer")
 
 # cuBLAS keeps 32 MiB for each thread that multiplies (forward, backward) on Hopper; kernels keep small change.
 WORKSPACE_BYTES = 2 * 32 * MIB + 32 * MIB

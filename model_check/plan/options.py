@@ -8,14 +8,15 @@ Smaller optimizer states do change it a little, offloading makes a step slow: th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from model_check.config import Config, ModelShape
 from model_check.config.layouts import layout_problems, replica_problems
-from model_check.plan.choice import choose_layout, with_gathering
+from model_check.plan.choice import candidate_layouts, choose_layout, with_gathering
 from model_check.plan.devices import Device
 from model_check.plan.layout import Layout, Strategy
 from model_check.plan.memory import MemoryPlan, plan_memory
@@ -23,10 +24,24 @@ from model_check.plan.speed import GPUS_PER_HOST, SpeedPlan, plan_speed
 from model_check.plan.workload import Recomputation, Workload, workload_of
 
 RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "hsdp", "fsdp")
 _TENSOR_SIZES = (1, 2, 4, 8)
 _PIPELINE_SIZES = (1, 2, 4, 8, 16)
 LARGEST_BATCH = 4096
+
+
+def in_sections(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Values by dotted key, as the sections that a configuration file has."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return sections
+
+
+def unchecked(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy with these dotted keys changed; no rule has been asked about it."""
+    changed = in_sections(values).items()
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=part) for name, part in changed})
 
 
 @dataclass(frozen=True)
@@ -116,38 +131,26 @@ class Job:
             layout = self.gathering_of(option.layout, load) if settles_itself else option.layout
             return plan_memory(self.shape, load, layout).fits(self.device.memory_bytes)
 
-        if not fits(1):
-            return 0
-        low, high = 1, 2
-        while fits(high):
-            if high >= LARGEST_BATCH:
-                return LARGEST_BATCH
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return bisect_left(range(1, LARGEST_BATCH + 1), True, key=lambda batch: not fits(batch))
 
     def _layouts(self, load: Workload) -> Iterator[Layout]:
         for tensor, pipeline in self._cuts():
-            rest = self.world_size // (tensor * pipeline * self.config.parallel.context)
-            base = Layout(
-                pipeline=pipeline, tensor=tensor, context=self.config.parallel.context, replicate=rest, why="plan"
-            )
+            context = self.config.parallel.context
+            copies = self.world_size // (tensor * pipeline * context)
+            base = Layout(pipeline=pipeline, tensor=tensor, context=context, replicate=copies, why="plan")
             yield from self._strategies(base, load)
 
     def _allowed(self, layout: Layout, load: Workload) -> bool:
         """The rules of the configuration have nothing against it: whatever is offered can be pasted."""
         config = self.config
-        cut = {"tensor": layout.tensor, "pipeline": layout.pipeline, "strategy": layout.strategy}
-        made = config.model_copy(
-            update={
-                "parallel": config.parallel.model_copy(update=cut),
-                "training": config.training.model_copy(update={"optimizer_states": load.states}),
-                "fsdp": config.fsdp.model_copy(update={"cpu_offload": load.offloads}),
-            }
-        )
-        return self._broken_rules(made) <= self._broken_rules(config)
+        made = {
+            "parallel.tensor": layout.tensor,
+            "parallel.pipeline": layout.pipeline,
+            "parallel.strategy": layout.strategy,
+            "training.optimizer_states": load.states,
+            "fsdp.cpu_offload": load.offloads,
+        }
+        return self._broken_rules(unchecked(config, made)) <= self._broken_rules(config)
 
     def _broken_rules(self, config: Config) -> set[str]:
         return {problem.code for problem in (*layout_problems(config), *replica_problems(config, self.world_size))}
@@ -156,15 +159,14 @@ class Job:
         # A split model lives in shards whatever its strategy is called: ddp is then one shard each.
         if not load.offloads:
             yield base
-        in_host = max(1, self.gpus_per_host // (base.tensor * base.context))
-        group = self.config.parallel.shard or math.gcd(base.data_parallel, in_host)
+        named = self.config.parallel.strategy
+        candidates = candidate_layouts(base, self.config.parallel.shard, self.gpus_per_host)
+        hybrid = candidates["hsdp"]
         # One group of all ranks is fsdp by another name: offered where it is what the configuration names.
-        named = self.config.parallel.strategy == "hsdp" and group == base.data_parallel
-        if 1 < group < base.data_parallel or (named and group > 1):
-            hybrid = replace(base, strategy="hsdp", replicate=base.data_parallel // group, shard=group)
+        if 1 < hybrid.shard < base.data_parallel or (named == "hsdp" and 1 < hybrid.shard == base.data_parallel):
             yield hybrid
-        if base.data_parallel > 1 or load.offloads or self.config.parallel.strategy == "fsdp":
-            yield replace(base, strategy="fsdp", replicate=1, shard=base.data_parallel)
+        if base.data_parallel > 1 or load.offloads or named == "fsdp":
+            yield candidates["fsdp"]
 
     def _gatherings(self, layout: Layout, load: Workload) -> Iterator[Option]:
         """As training would gather; and with all kept where that fits, but not with the ease that `auto` asks for."""

@@ -40,7 +40,6 @@ class SpeedPlan:
     step_s: float
     tokens_per_s: float
     mfu: float
-    compute_s: float
     exposed_communication_s: float
     bubble_s: float
 
@@ -66,7 +65,7 @@ def plan_speed(
     rate = job_tokens / step
     useful = rate * count_flops_per_token(shape, load.context)
     world = ranks * layout.data_parallel
-    return SpeedPlan(step, rate, useful / (peak * world), micro * load.micro_batches + optimizer, exposed, bubble)
+    return SpeedPlan(step, rate, useful / (peak * world), exposed, bubble)
 
 
 def _micro_batch_seconds(

@@ -1,4 +1,4 @@
-"""The control groups of a process, and how many cores they leave it.
+"""The control groups of a process, and how much memory and how many cores they leave it.
 
 `docker --cpus 2` and a CPU limit of Kubernetes show all cores of the host, but may grant only the time of two.
 """
@@ -37,6 +37,45 @@ def memory_cgroups(pid: int) -> list[Path]:
                     break
                 folder = folder.parent
     return found
+
+
+def memory_limit(folder: Path) -> int | None:
+    """The cgroup's limit in bytes, or None where there is none."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        value = _read(folder / name)
+        # v1 writes "no limit" as a number near 2^63.
+        if value.isdigit() and int(value) < 1 << 60:
+            return int(value)
+    return None
+
+
+def memory_in_use(folder: Path) -> int | None:
+    """What the cgroup's processes hold, in bytes, without the file cache that the kernel gives back when asked."""
+    held = next((v for n in ("memory.current", "memory.usage_in_bytes") if (v := _read(folder / n)).isdigit()), None)
+    if held is None:
+        return None
+    cache = 0
+    for line in _read(folder / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file"):
+            cache = int(value)
+    return max(0, int(held) - cache)
+
+
+def kill_count(folder: Path) -> int | None:
+    """How many processes the kernel has killed in this cgroup, or None where it does not say."""
+    for name in ("memory.events", "memory.oom_control"):
+        for line in _read(folder / name).splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill" and value.isdigit():
+                return int(value)
+    return None
+
+
+def container_limit() -> int | None:
+    """The tightest memory limit around this process, in bytes; None if there is none."""
+    limits = [limit for folder in memory_cgroups(os.getpid()) if (limit := memory_limit(folder)) is not None]
+    return min(limits, default=None)
 
 
 def usable_cores() -> int:

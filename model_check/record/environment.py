@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import psutil
 from model_check.record.cgroups import usable_cores
 from model_check.record.nvml import driver_versions, read_gpus
 from model_check.record.redaction import redact_argv, redact_variables
+from model_check.record.typed import to_json
 
 _PACKAGES = (
     *("model-check", "torch", "numpy", "pydantic", "tokenizers", "transformers", "datasets", "huggingface_hub"),
@@ -26,29 +27,60 @@ _PACKAGES = (
 )
 
 
+@dataclass(frozen=True)
+class Environment:
+    """environment.json."""
+
+    time: float = 0.0  # wall-clock seconds
+    host: str = ""
+    platform: str = ""
+    python: str = ""
+    executable: str = ""
+    cwd: str = ""
+    git_commit: str | None = ""  # None: the folder is no repository
+    argv: tuple[str, ...] = ()
+    cpu_count: int | None = None  # of the host
+    cpus_allowed: int = 0  # to this process
+    cores: int | None = None  # granted to the container; earlier versions did not record it
+    memory_bytes: int = 0
+    memory_available_bytes: int | None = None  # when the job began
+    gpus: tuple[dict[str, Any], ...] = ()
+    driver: str | None = ""  # None, here and below: there is none
+    driver_cuda: str | None = ""
+    torch: str = ""
+    cuda: str | None = ""
+    nccl: str | None = ""
+    cudnn: str | None = ""
+    packages: Mapping[str, str | None] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
 def snapshot_environment() -> dict[str, Any]:
     """Everything that may explain a difference between two runs, ready for environment.json. Starts no CUDA."""
     memory = psutil.virtual_memory()
-    return {
-        "time": time.time(),
-        "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "cwd": str(Path.cwd()),
-        "git_commit": git_commit(Path.cwd()),
-        "argv": redact_argv(sys.argv, os.environ),
-        "cpu_count": os.cpu_count(),
-        "cpus_allowed": len(os.sched_getaffinity(0)),
-        "cores": usable_cores(),
-        "memory_bytes": memory.total,
-        "memory_available_bytes": memory.available,
-        "gpus": [asdict(gpu) for gpu in read_gpus()],
-        **driver_versions(),
-        **_torch_versions(),
-        "packages": package_versions(_PACKAGES),
-        "variables": redact_variables(os.environ),
-    }
+    drivers: dict[str, Any] = driver_versions()
+    return to_json(
+        Environment(
+            time=time.time(),
+            host=socket.gethostname(),
+            platform=platform.platform(),
+            python=platform.python_version(),
+            executable=sys.executable,
+            cwd=str(Path.cwd()),
+            git_commit=git_commit(Path.cwd()),
+            argv=tuple(redact_argv(sys.argv, os.environ)),
+            cpu_count=os.cpu_count(),
+            cpus_allowed=len(os.sched_getaffinity(0)),
+            cores=usable_cores(),
+            memory_bytes=memory.total,
+            memory_available_bytes=memory.available,
+            gpus=tuple(asdict(gpu) for gpu in read_gpus()),
+            **drivers,
+            **_torch_versions(),
+            packages=package_versions(_PACKAGES),
+            variables=redact_variables(os.environ),
+        )
+    )
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str | None]:

@@ -72,11 +72,12 @@ class JsonlReading:
 
 
 def read_jsonl(path: Path) -> JsonlReading:
-    """Skips what is no JSON object, such as a line that was torn by a kill; a missing file is an empty one."""
+    """Skips what is no JSON object, such as a line that a kill has torn; a file that cannot be read is an empty one."""
     reading = JsonlReading()
     try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
+        with open_regular(path) as file:
+            lines = file.read().split(b"\n")
+    except OSError:
         return reading
     for line in lines:
         try:

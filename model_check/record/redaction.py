@@ -52,6 +52,8 @@ _ASSIGNED = re.compile(
 _QUOTED = re.compile(
     rf"([\"'](?:{_SECRET_WORD}|token|secret)[\"']\s*:\s*)([\"'])(?:(?!\2)[^\\\n]|\\.)+\2", re.IGNORECASE
 )
+# As YAML prints it. Only a long value with a digit counts: prose has colons too.
+_IN_YAML = re.compile(rf"\b({_SECRET_WORD}:[ \t]+)(?=[a-z%+/=.~_-]*\d)[\w%+/=.~-]{{16,}}", re.IGNORECASE)
 _SIGNATURE = r"(?<![^\W_])sig(?:nature)?"
 _SIGNED = re.compile(rf"({_SIGNATURE}=)(?![\w.]*[(\[])[\w%+/=.~-]{{16,}}", re.IGNORECASE)
 # In a header, a dictionary or a list of pairs. Only a value with a digit counts: others may be names of functions.
@@ -137,7 +139,7 @@ def _redact_unencoded(text: str, secrets: Iterable[str]) -> str:
     text = _URL_PARAMETER.sub(rf"\1{REDACTED}", _URL_USER.sub(rf"\1{REDACTED}@", text))
     text = _KNOWN_SHAPE.sub(REDACTED, text)
     text = _QUOTED.sub(rf"\1{REDACTED}", _ASSIGNED.sub(rf"\1\2{REDACTED}", text))
-    for pattern in (_SIGNED, _SIGNED_PAIR, _HEADER, _BEARER):
+    for pattern in (_IN_YAML, _SIGNED, _SIGNED_PAIR, _HEADER, _BEARER):
         text = pattern.sub(rf"\1{REDACTED}", text)
     return text
 

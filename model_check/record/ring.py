@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ COLLECTIVE_RECORD = struct.Struct("<QQIiIIIIQIiIHHQB3x4I4xQ")
 
 BEGIN, END, POINT = 1, 2, 3
 EVENTS = {BEGIN: "begin", END: "end", POINT: "point"}
+_NO_RECORD = RECORD.unpack(bytes(RECORD.size))
 
 # Codes are part of the file format: append, never renumber.
 PHASES = (
@@ -63,6 +65,26 @@ PHASES = (
     "gate",
     "input",  # waiting for standard input
 )
+WAIT_PHASES = frozenset({"collective", "p2p", "barrier", "init", "store", "gate"})  # in which a rank waits for others
+DOING = {  # what a rank does in a phase, in words
+    "start": "starting",
+    "import": "importing",
+    "init": "joining the process group",
+    "data": "loading data",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+    "save": "saving a checkpoint",
+    "load": "loading a checkpoint",
+    "hub": "downloading from the hub",
+    "tracker": "starting the experiment tracker",
+    "eval": "evaluating",
+    "compile": "compiling",
+    "model": "building the model",
+    "gate": "waiting its turn to import or compile",
+    "input": "waiting for standard input",
+    "exit": "exiting",
+}
 OPS = (
     "none",
     "all_reduce",
@@ -117,6 +139,10 @@ MEMBERS_ONLY = (
 UNIT = "for "  # prefix of a gather's detail, before the module whose parameters it gathers
 TAG = "tag "  # prefix of a message's detail, before a tag other than 0
 REDUCES_BY = "by "  # begins the detail of a collective that reduces by something other than a sum
+RAISED = "raised "  # begins the detail of an END, before the type of the exception that ended the call
+WAIT = "wait"  # the detail of waiting for a call that was started asynchronously before
+_MEMBERS = re.compile(r"ranks (\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)")
+_REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 FLAG_ASYNC = 1
 FLAG_NATIVE = 2  # started by C++ (DDP's reducer, FSDP), seen through the process group rather than a Python call
 
@@ -124,48 +150,87 @@ FLAG_NATIVE = 2  # started by C++ (DDP's reducer, FSDP), seen through the proces
 class Crumb(NamedTuple):
     """One record of the ring, with its strings resolved. A tuple, because a full ring holds thousands of them."""
 
-    seq: int
-    time_ns: int
-    event: str
+    seq: int  # counts all records of this process, from 1
+    time_ns: int  # CLOCK_MONOTONIC
+    event: str  # begin, end or point
     phase: str
-    op: str
+    op: str  # of a collective or a message
     dtype: str
     step: int  # optimizer steps completed so far
     collective_seq: int  # per group; for point-to-point per (group, operation, peer)
-    group: str
-    flags: int
+    group: str  # as the `group` event names it
+    flags: int  # 1: asynchronous; 2: started by C++
     bytes: int
-    shape: tuple[int, ...]
-    file: str
+    shape: tuple[int, ...]  # at most four dimensions
+    file: str  # the user's innermost line
     line: int
     function: str
     detail: str
     span: int  # for an END: the sequence number of its BEGIN
     thread: int  # native id; the main thread's is the process id
-    peer: int
+    peer: int  # the root of a collective, or the other side of a message, as a global rank; -1: none, or any
 
     @property
     def site(self) -> str:
         return f"{self.file}:{self.line}" if self.file else ""
 
+    # What the detail says, by the kind of record.
 
-@dataclass
+    @property
+    def raised(self) -> str:
+        """The type of the exception that ended the call; empty if none did."""
+        return self.detail.removeprefix(RAISED) if self.detail.startswith(RAISED) else ""
+
+    @property
+    def is_async(self) -> bool:
+        return bool(self.flags & FLAG_ASYNC)
+
+    @property
+    def is_wait(self) -> bool:
+        return self.detail == WAIT
+
+    @property
+    def unit(self) -> str:
+        """The module whose parameters it gathers, if FSDP names it."""
+        return self.detail.removeprefix(UNIT) if self.detail.startswith(UNIT) else ""
+
+    @property
+    def reduction(self) -> str:
+        """What it reduces by; empty if it reduces nothing, or as the first call of a group names the members there."""
+        if self.op not in _REDUCING or self.flags & FLAG_NATIVE or self.detail.endswith("?"):
+            return ""
+        if self.detail.startswith(REDUCES_BY):
+            return self.detail.removeprefix(REDUCES_BY)
+        return "" if self.detail else "sum"
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The members of its group, if the detail or the name of the group lists them."""
+        listed = _MEMBERS.match(self.detail) or _MEMBERS.match(self.group)
+        spans = [span.split("-") for span in listed[1].split(",")] if listed else []
+        return tuple(rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1))
+
+    @property
+    def by_members_only(self) -> bool:
+        """A new_group that its members make alone."""
+        return MEMBERS_ONLY in self.detail
+
+
+class Stamp(NamedTuple):
+    """The part of a record that tells how far its rank has come."""
+
+    seq: int
+    time_ns: int
+    phase: str
+    step: int
+
+
+@dataclass(frozen=True)
 class RingReading:
-    """A ring as found: its header, the records still in it, oldest first, and what was damaged."""
+    """A ring as found: its header (empty: there is none), and the records still in it, oldest first."""
 
-    path: Path
     header: dict[str, Any] = field(default_factory=dict)
     crumbs: list[Crumb] = field(default_factory=list)
-    damage: list[str] = field(default_factory=list)
-
-    @property
-    def first_seq(self) -> int:
-        """Nothing before this number is known any more; never match past it."""
-        return self.crumbs[0].seq if self.crumbs else 0
-
-    @property
-    def wrapped(self) -> bool:
-        return self.first_seq > 1
 
     def open_spans(self) -> list[Crumb]:
         """BEGINs without an END, oldest first: what the process was in the middle of."""
@@ -271,39 +336,17 @@ def _layout(header: dict[str, Any]) -> tuple[int, int]:
 
 def read_ring(path: Path) -> RingReading:
     """Everything that can still be read from a ring, whatever happened to its writer."""
-    reading = RingReading(path)
+    ring = RingTail(path)
     try:
-        with open_regular(path) as file:
-            data = file.read()
-    except OSError as error:
-        reading.damage.append(f"{path.name}: cannot be read ({error.strerror})")
-        return reading
-    reading.header = _parse_header(data[:HEADER_BYTES])
-    start, capacity = _layout(reading.header)
-    if not capacity:
-        reading.damage.append(f"{path.name}: not a black box, or its header was never finished")
-        return reading
-    slots = max(0, min(capacity, (len(data) - start) // RECORD.size))
-    if slots < capacity:
-        reading.damage.append(f"{path.name}: cut short, {capacity - slots} of {capacity} slots are missing")
-    text = _Strings(data, min(start, len(data))).text
-    records = memoryview(data)[start : start + slots * RECORD.size]
-    for slot, values in enumerate(RECORD.iter_unpack(records)):
-        seq, commit = values[0], values[-1]
-        if seq == 0 and commit == 0:
-            continue
-        if seq != commit or (seq - 1) % capacity != slot:
-            reading.damage.append(f"{path.name}: record {seq} was being written when its process died")
-            continue
-        reading.crumbs.append(_crumb(values, text))
-    reading.crumbs.sort()
-    return reading
+        return RingReading(ring.header, ring.poll())
+    finally:
+        ring.close()
 
 
 class RingTail:
     """Follows a ring while it is written: each `poll` returns the records that appeared since the last one.
 
-    A rank that restarts replaces the file; `poll` then starts over on the new one, and `generation` counts this.
+    A rank that restarts replaces the file; the next call then starts over on the new one, and `generation` counts this.
     """
 
     def __init__(self, path: Path) -> None:
@@ -313,7 +356,8 @@ class RingTail:
         self._header: dict[str, Any] = {}
         self._map: mmap.mmap | None = None
         self._inode = (-1, -1)
-        self._seen = 0
+        self._newest = 0
+        self._polled = 0
 
     @property
     def header(self) -> dict[str, Any]:
@@ -336,67 +380,64 @@ class RingTail:
             return False
         header = _parse_header(fresh[:HEADER_BYTES])
         start, capacity = _layout(header)
-        if not capacity or len(fresh) < start + capacity * RECORD.size:
+        if not capacity or len(fresh) < start + RECORD.size:
             fresh.close()
             return False
         self.close()
         self._map, self._inode, self._header = fresh, inode, header
-        self._start, self._capacity, self._seen = start, capacity, 0
+        self._start, self._capacity, self._newest, self._polled = start, capacity, 0, 0
         self._strings = _Strings(fresh, start)
         self.generation += 1
         return True
 
+    def _raw(self, seq: int) -> tuple[int, ...]:
+        """The fields in the slot that `seq` maps to, whosever they are; zeros where the file was cut off before it."""
+        assert self._map is not None, "asked for a record before a ring was mapped"
+        at = self._start + (seq - 1) % self._capacity * RECORD.size
+        return RECORD.unpack_from(self._map, at) if at + RECORD.size <= len(self._map) else _NO_RECORD
+
     def _whole(self, seq: int) -> tuple[int, ...] | None:
         """The record with this number, or None where it is not there, no longer there, or half written."""
-        if self._map is None:
-            return None
-        at = self._start + (seq - 1) % self._capacity * RECORD.size
         # The closing number is written last: once it is there, so are all the fields read after it.
-        if int.from_bytes(self._map[at + RECORD.size - 8 : at + RECORD.size], "little") != seq:
+        if self._raw(seq)[-1] != seq:
             return None
-        values = RECORD.unpack_from(self._map, at)
+        values = self._raw(seq)
         return values if values[0] == seq == values[-1] else None
-
-    def _stored(self, seq: int) -> int:
-        """The number now in the slot that `seq` maps to, whole or not."""
-        assert self._map is not None, "asked for a slot before a ring was mapped"
-        at = self._start + (seq - 1) % self._capacity * RECORD.size
-        return int.from_bytes(self._map[at : at + 8], "little")
 
     def last_seq(self) -> int:
         """The newest record's number, 0 for an empty ring: gallops from the last answer, no scan."""
         if not self._attach():
             return 0
-        low = self._seen
-        if low and self._stored(low) > low:
-            # The writer lapped us: the slot itself names a newer record.
-            low = self._stored(low)
+        # The slot of the last answer names a newer record if the writer has lapped us.
+        newest = max(self._newest, self._raw(self._newest)[0] if self._newest else 0)
         step = 1
-        while self._stored(low + step) >= low + step:
-            low = max(low + step, self._stored(low + step))
+        while (stored := self._raw(newest + step)[0]) >= newest + step:
+            newest = stored
             step *= 2
         while step > 1:
             step //= 2
-            if self._stored(low + step) >= low + step:
-                low = max(low + step, self._stored(low + step))
-        return low
+            if (stored := self._raw(newest + step)[0]) >= newest + step:
+                newest = stored
+        self._newest = newest
+        return newest
 
-    def last_time_ns(self) -> int:
-        """When the newest whole record was written (CLOCK_MONOTONIC), 0 for an empty ring."""
-        newest = self.last_seq()
-        for seq in range(newest, max(newest - 4, 0), -1):
-            values = self._whole(seq)
-            if values is not None:
-                return values[1]
-        return 0
+    def stamp(self, seq: int) -> Stamp:
+        """What a record tells of its rank's progress; of a number that is gone, what now stands in its place."""
+        values = self._raw(seq)
+        return Stamp(values[0], values[1], _PHASE_NAMES[values[3]], values[6])
+
+    @property
+    def oldest_seq(self) -> int:
+        """The oldest record that the last look left in the ring."""
+        return max(1, self._newest - self._capacity + 1)
 
     def poll(self) -> list[Crumb]:
         """The records written since the last call, oldest first."""
         newest = self.last_seq()
-        if newest <= self._seen:
+        if newest <= self._polled:
             return []
-        first = max(self._seen + 1, newest - self._capacity + 1)
-        self.lost += first - self._seen - 1
+        first = max(self._polled + 1, self.oldest_seq)
+        self.lost += first - self._polled - 1
         crumbs = []
         for seq in range(first, newest + 1):
             values = self._whole(seq)
@@ -405,7 +446,7 @@ class RingTail:
             elif seq == newest:
                 # Its writer is in the middle of it: ask again next time.
                 newest -= 1
-        self._seen = newest
+        self._polled = newest
         return crumbs
 
     def close(self) -> None:

@@ -9,9 +9,9 @@ The names are those of the earlier guides, because people look for them in their
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
+from model_check.record.events import Event, read_event
+from model_check.record.events.process import StartMark
 from model_check.record.files import read_jsonl
 from model_check.record.paths import RunDir
 
@@ -44,16 +44,6 @@ _COMPONENTS = (
     "training",
 )
 START_IS_OVER = 11
-EVENT = "checkpoint_mark"
-
-
-@dataclass(frozen=True)
-class Passed:
-    """The last checkpoint a rank has passed, and when (CLOCK_MONOTONIC seconds)."""
-
-    number: int
-    t: float
-    off: str = ""  # why the component that the checkpoint is named after is switched off
 
 
 def name_of(number: int) -> str:
@@ -65,30 +55,24 @@ def component_of(number: int) -> str:
     return _COMPONENTS[number - 1]
 
 
-def last_passed(events: Iterable[Mapping[str, Any]]) -> Passed | None:
-    """From a rank's events; a restarted rank begins again at 1. Records that make no sense are left out."""
-    last: Passed | None = None
-    for record in events:
-        number, t = record.get("number"), record.get("t")
-        if record.get("event") != EVENT or not isinstance(number, int) or not isinstance(t, (int, float)):
-            continue
-        if 1 <= number <= len(CHECKPOINTS):
-            last = Passed(number, float(t), str(record.get("off") or ""))
-    return last
+def last_passed(events: Iterable[Event]) -> StartMark | None:
+    """From a rank's events; a restarted rank begins again at 1."""
+    marks = [e for e in events if isinstance(e, StartMark) and 1 <= e.number <= len(CHECKPOINTS)]
+    return marks[-1] if marks else None
 
 
-def read_start_marks(run_dir: RunDir) -> dict[int, Passed]:
+def read_start_marks(run_dir: RunDir) -> dict[int, StartMark]:
     """The last checkpoint of every rank that left one."""
-    marks: dict[int, Passed] = {}
+    marks: dict[int, StartMark] = {}
     for path in sorted(run_dir.events_dir.glob("rank-*.jsonl")):
         number = path.stem.removeprefix("rank-")
-        passed = last_passed(read_jsonl(path).records) if number.isdigit() else None
+        passed = last_passed(map(read_event, read_jsonl(path).records)) if number.isdigit() else None
         if passed is not None:
             marks[int(number)] = passed
     return marks
 
 
-def who_is_where(marks: Mapping[int, Passed], now: float) -> str | None:
+def who_is_where(marks: Mapping[int, StartMark], now: float) -> str | None:
     """One sentence; None if no rank left a mark, or if the start is over on all ranks."""
     if not marks or all(passed.number >= START_IS_OVER for passed in marks.values()):
         return None
@@ -119,16 +103,14 @@ def _ranks(ranks: list[int]) -> str:
 def start_table(run_dir: RunDir) -> list[str]:
     """The sentence and one row per rank for a start that did not finish; empty if it did."""
     marks = read_start_marks(run_dir)
-    seen = [
-        float(r["t"]) for r in read_jsonl(run_dir.supervisor_events).records if isinstance(r.get("t"), (int, float))
-    ]
-    now = max([*seen, *(passed.t for passed in marks.values())], default=0.0)
+    seen = [*map(read_event, read_jsonl(run_dir.supervisor_events).records), *marks.values()]
+    now = max((event.t for event in seen), default=0.0)
     sentence = who_is_where(marks, now)
     if sentence is None:
         return []
     return [f"start: {sentence}", *(_row(rank, passed) for rank, passed in sorted(marks.items()))]
 
 
-def _row(rank: int, passed: Passed) -> str:
+def _row(rank: int, passed: StartMark) -> str:
     off = f" (off: {passed.off})" if passed.off else ""
     return f"  rank {rank}: CHECKPOINT {passed.number}: {name_of(passed.number)}{off}"

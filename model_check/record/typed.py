@@ -16,7 +16,7 @@ T = TypeVar("T")
 # Metadata of fields:
 NOT_STORED = {"stored": False}  # no file holds it
 NULL_TOO = {"null": True}  # written without a value too: its readers expect the key
-_LARGEST = 1 << 62  # of a number; what is larger was not written by us
+_LARGEST = 1 << 64  # of a number; what is larger was not written by us
 
 
 class _Misfit(Exception):

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import NamedTuple
 
 from model_check.record import Finding, Verdict
+from model_check.supervise.waiting import waits_for_it
 
 _Key = tuple[str, tuple[int, ...], str | None]  # what makes a finding the same one: code, ranks, location
 # Trends that may end while the job goes on, with what is said then. Their line is whichever ran when they were seen.
 _MAY_END = {"MC705": "the memory of rank {} grows no longer"}
 _GONE_FOR_GOOD_S = 5.0
 _MOST_RETURNS = 1  # of a trend that comes and goes; the last verdict has it in any case
-_NUMBERS = re.compile(r"\d+ s\b")
 _EXPLAIN_ALL = ("MC2", "MC3", "MC40", "MC5", "MC6")  # beside one of these no trend is looked for
+
+
+class CalmLine(NamedTuple):
+    """Said while ranks wait and nothing is wrong."""
+
+    about: Hashable  # the same for two lines that differ only in the seconds
+    text: str
+
+
+def calm_line(finding: Finding) -> CalmLine:
+    """What the ranks wait for, if the finding on the stall is that nothing is wrong."""
+    about = (finding.code, tuple(finding.ranks), finding.phase, finding.function)
+    return CalmLine(about, waits_for_it(finding.title, len(finding.victims)))
 
 
 def _key(finding: Finding) -> _Key:
@@ -34,7 +47,7 @@ class Announcements:
         self._certainty_told: dict[_Key, str] = {}
         self._patience_s: dict[_Key, float] = {}
         self._missing_since: dict[_Key, float] = {}
-        self._calm_patience_s: dict[str, float] = {}
+        self._calm_patience_s: dict[Hashable, float] = {}
         self._times_ended: Counter[_Key] = Counter()
 
     def tell(self, verdict: Verdict, waited_s: float) -> None:
@@ -52,12 +65,11 @@ class Announcements:
         if fresh:
             self._show(replace(verdict, findings=fresh))
 
-    def is_news(self, line: str, waited_s: float) -> bool:
-        """Whether a calm line is worth printing: the same line is repeated only for a wait that lasts twice as long."""
-        key = _NUMBERS.sub("", line)
-        if waited_s < self._calm_patience_s.get(key, 0.0):
+    def is_news(self, told: CalmLine, waited_s: float) -> bool:
+        """Whether a calm line is worth printing: the same one is repeated only for a wait that lasts twice as long."""
+        if waited_s < self._calm_patience_s.get(told.about, 0.0):
             return False
-        self._calm_patience_s[key] = 2 * waited_s
+        self._calm_patience_s[told.about] = 2 * waited_s
         return True
 
     def trends_ended(self, verdict: Verdict, now: float, *, last: bool = False) -> list[str]:

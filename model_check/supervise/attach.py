@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from model_check.record import RunDir
+from model_check.record.events.process import Attached, Picture, Samples
 from model_check.record.journal import Journal
+from model_check.record.process_sample import RankSample
 from model_check.record.stacks import Frame, ProcessStacks
+from model_check.record.typed import to_json
 from model_check.supervise import processes, stacks
 from model_check.supervise.job_finder import FoundJob, FoundRank
 
@@ -88,10 +91,7 @@ class JobPicture:
         return {
             "job": self.job.name,
             "world_size": self.job.world_size,
-            "positions": [
-                {"where": p.where, "function": p.function, "kind": p.kind, "doing": p.doing, "ranks": list(p.ranks)}
-                for p in self.positions
-            ],
+            "positions": [to_json(position) for position in self.positions],
             "ranks": [
                 {"rank": s.rank, "pid": s.pid, "kind": s.kind, "doing": s.doing, "where": s.where, "state": s.state}
                 | {"busy": s.busy, "moving": s.moving}
@@ -107,7 +107,7 @@ class _Look:
     """One process at one moment."""
 
     stacks: ProcessStacks
-    sample: processes.ProcessSample | None
+    sample: RankSample | None
     workers: tuple[ProcessStacks, ...] = ()
 
 
@@ -152,14 +152,14 @@ def _write_round(run_dir: RunDir, number: int, looks: dict[int, _Look]) -> None:
             replace(worker, rank=rank, process="loader_worker").write(run_dir, str(number))
     journal = Journal(run_dir)
     if number == 1:
-        journal.write("attached", nproc=len(looks))
-    journal.write("sample", ranks={str(r): look.sample.to_json() for r, look in looks.items() if look.sample})
+        journal.write(Attached(nproc=len(looks)))
+    journal.write(Samples(ranks={r: look.sample for r, look in looks.items() if look.sample is not None}))
     journal.close()
 
 
 def _write_picture(run_dir: RunDir, picture: JobPicture) -> None:
     journal = Journal(run_dir)
-    journal.write("picture", lines=describe(picture).splitlines())
+    journal.write(Picture(lines=tuple(describe(picture).splitlines())))
     journal.close()
 
 
@@ -167,10 +167,10 @@ def _position(rank: int, pid: int, first: _Look, second: _Look) -> RankPosition:
     thread = second.stacks.main
     earlier = first.stacks.main
     kind, doing, frame = _read_stack(second)
-    state = second.sample.stat.state if second.sample else "?"
+    state = second.sample.state if second.sample else "?"
     busy = False
     if first.sample and second.sample:
-        busy = second.sample.stat.cpu_s - first.sample.stat.cpu_s > _ACTIVE_CPU_S
+        busy = second.sample.cpu_s - first.sample.cpu_s > _ACTIVE_CPU_S
     if kind == "unreadable" and not processes.is_alive(pid):
         kind, doing = "ended", "ended while we looked"
     elif state in ("T", "t"):

@@ -19,7 +19,9 @@ from typing import Any
 
 from model_check.record import RunDir, write_json_atomic
 from model_check.record.error_texts import PORT_TAKEN
+from model_check.record.events.process import FlightRefused, PortHeld, Samples
 from model_check.record.journal import Journal
+from model_check.record.process_sample import RankSample
 from model_check.record.redaction import redact_argv
 from model_check.record.ring import read_header
 from model_check.supervise import processes, stacks
@@ -49,20 +51,16 @@ class Gatherer:
         self._events_read: dict[int, int] = {}
         self._written: defaultdict[tuple[Path, int], deque[Path]] = defaultdict(deque)
 
-    def sample(self, pids: Mapping[int, int]) -> dict[int, processes.ProcessSample]:
+    def sample(self, pids: Mapping[int, int]) -> dict[int, RankSample]:
         """One look at every rank through /proc."""
-        samples: dict[int, processes.ProcessSample] = {}
+        samples: dict[int, RankSample] = {}
         for rank, pid in pids.items():
             seen = processes.sample(pid)
             if seen is not None:
                 samples[rank] = seen
                 self._kills.notice(pid)
         if samples:
-            self._journal.write(
-                "sample",
-                machine_cpu_s=processes.machine_cpu_seconds(),
-                ranks={str(rank): seen.to_json() for rank, seen in samples.items()},
-            )
+            self._journal.write(Samples(machine_cpu_s=processes.machine_cpu_seconds(), ranks=samples))
         return samples
 
     def stacks(self, pids: Mapping[int, int], *, timeout_s: float = stacks.TIMEOUT_S) -> None:
@@ -133,13 +131,13 @@ class Gatherer:
                 write_json_atomic(path, answer.result(timeout=max(0.0, deadline - time.monotonic())))
                 self._keep(rank, path)
             except (OSError, ValueError, TimeoutError) as error:
-                self._journal.write("flight_refused", rank=rank, error=f"{type(error).__name__}: {error}")
+                self._journal.write(FlightRefused(rank=rank, error=f"{type(error).__name__}: {error}"))
         pool.shutdown(wait=False, cancel_futures=True)
 
     def memory_kills(self) -> None:
         """Writes an `oom` event for every kill by the kernel since the last look."""
         for kill in self._kills.new_kills():
-            self._journal.write("oom", **kill.to_json())
+            self._journal.write(kill)
 
     def hear(self, ranks: Iterable[int]) -> set[str]:
         """Reads what the ranks have newly written into their events: which of them say that something went wrong.
@@ -175,7 +173,7 @@ class Gatherer:
             self._ports_named.add(port)
             holder = processes.port_holder(port)
             pid, command = (holder.pid, redact_argv(holder.command, os.environ)) if holder else (None, [])
-            self._journal.write("port", port=port, holder_pid=pid, holder_cmd=" ".join(command))
+            self._journal.write(PortHeld(port=port, holder_pid=pid, holder_cmd=" ".join(command)))
 
     def close(self) -> None:
         self._kills.close()

@@ -1,79 +1,19 @@
 """Evidence that the kernel, not a person, killed a process for its memory: cgroup counters and the kernel's log.
 
 SIGKILL leaves no trace in the process. Two places keep one: the cgroup's `oom_kill` counter (which limit), and the
-kernel log (which process, how large). Both are
-read from the job's start on, so that older kills are not taken for ours.
+kernel log (which process, how large). Both are read from the job's start on: older kills are not taken for ours.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from model_check.record.cgroups import memory_cgroups
+from model_check.record.cgroups import kill_count, memory_cgroups, memory_limit
+from model_check.record.events.memory import MemoryKill
 
 _KILLED = re.compile(r"(?P<memcg>Memory cgroup )?[Oo]ut of memory: Killed process (?P<pid>\d+) \((?P<comm>[^)]*)\)")
-
-
-@dataclass(frozen=True)
-class MemoryKill:
-    """One kill by the kernel. `source` is "cgroup" (a limit was reached) or "kernel" (the machine ran out)."""
-
-    source: str
-    detail: str
-    pid: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"source": self.source, "detail": self.detail, "pid": self.pid}
-
-
-def _value(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def kill_count(folder: Path) -> int | None:
-    """How many processes the kernel has killed in this cgroup, or None where it does not say."""
-    for name in ("memory.events", "memory.oom_control"):
-        for line in _value(folder / name).splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill" and value.isdigit():
-                return int(value)
-    return None
-
-
-def memory_limit(folder: Path) -> int | None:
-    """The cgroup's limit in bytes, or None where there is none."""
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        value = _value(folder / name)
-        # v1 writes "no limit" as a number near 2^63.
-        if value.isdigit() and int(value) < 1 << 60:
-            return int(value)
-    return None
-
-
-def container_limit() -> int | None:
-    """The tightest memory limit around this process, in bytes; None if there is none."""
-    limits = [limit for folder in memory_cgroups(os.getpid()) if (limit := memory_limit(folder)) is not None]
-    return min(limits, default=None)
-
-
-def memory_in_use(folder: Path) -> int | None:
-    """What the cgroup's processes hold, in bytes, without the file cache that the kernel gives back when asked."""
-    held = next((v for n in ("memory.current", "memory.usage_in_bytes") if (v := _value(folder / n)).isdigit()), None)
-    if held is None:
-        return None
-    cache = 0
-    for line in _value(folder / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key in ("inactive_file", "total_inactive_file"):
-            cache = int(value)
-    return max(0, int(held) - cache)
 
 
 class KernelLog:
@@ -119,7 +59,8 @@ def parse_kill(line: str) -> MemoryKill | None:
     match = _KILLED.search(line)
     if match is None:
         return None
-    return MemoryKill("cgroup" if match["memcg"] else "kernel", line.strip(), int(match["pid"]))
+    source = "cgroup" if match["memcg"] else "kernel"
+    return MemoryKill(source=source, detail=line.strip(), pid=int(match["pid"]))
 
 
 class MemoryKillWatch:
@@ -148,9 +89,8 @@ class MemoryKillWatch:
             limit = memory_limit(folder)
             if limit is None:
                 continue
-            kills.append(
-                MemoryKill("cgroup", f"oom_kill of {folder} rose from {before} to {count}, limit {limit} bytes")
-            )
+            detail = f"oom_kill of {folder} rose from {before} to {count}, limit {limit} bytes"
+            kills.append(MemoryKill(source="cgroup", detail=detail))
         return kills
 
     def close(self) -> None:

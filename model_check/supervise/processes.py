@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from model_check.record.process_sample import ProcessSample, RankSample
 
 PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -38,30 +41,8 @@ _SYSCALLS: dict[str, dict[int, str]] = {
     },
 }  # fmt: skip
 _SYSCALL_NAMES = _SYSCALLS.get(platform.machine(), {})
-_ON_DESCRIPTOR = frozenset(
-    [
-        "read",
-        "write",
-        "pread64",
-        "pwrite64",
-        "readv",
-        "writev",
-        "accept",
-        "accept4",
-        "connect",
-        "sendto",
-        "recvfrom",
-        "sendmsg",
-        "recvmsg",
-        "fcntl",
-        "flock",
-        "fsync",
-        "fdatasync",
-        "epoll_wait",
-        "epoll_pwait",
-        "epoll_pwait2",
-    ]
-)
+# The first argument of these is a small number too, but no descriptor.
+_NOT_ON_DESCRIPTOR = frozenset({"select", "pselect6", "pause", "wait4", "waitid", "clock_nanosleep"})
 
 
 @dataclass(frozen=True)
@@ -70,64 +51,17 @@ class ProcStat:
 
     pid: int
     comm: str
-    state: str  # R running, S sleeping, D in the kernel, T stopped, Z dead but not yet collected
+    state: str
     ppid: int
     cpu_s: float
     threads: int
     start_ticks: int  # with the pid this names a process for good: pids are reused
     rss: int
     wait_status: int | None  # how a zombie ended, as waitpid(2) encodes it
-    io_bytes: int = 0  # only for a child sampled with its parent, like the next field
-    switches: int | None = None
 
     @property
     def alive(self) -> bool:
         return self.state not in ("Z", "X")
-
-
-@dataclass(frozen=True)
-class ProcessSample:
-    """One look at one process of the job."""
-
-    stat: ProcStat
-    wchan: str
-    syscall: str | None
-    syscall_fd: int | None
-    syscall_target: str | None
-    fd0: str
-    io_bytes: int
-    switches: int | None  # how often the main thread has gone to sleep: a poll moves this, one long wait does not
-    rss_file: int | None = None  # of the resident bytes, those of mapped files: the kernel takes them back when it must
-    children: tuple[ProcStat, ...] = field(default=())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "pid": self.stat.pid,
-            "state": self.stat.state,
-            "cpu_s": round(self.stat.cpu_s, 2),
-            "rss": self.stat.rss,
-            "rss_file": self.rss_file,
-            "threads": self.stat.threads,
-            "wchan": self.wchan,
-            "syscall": self.syscall,
-            "syscall_fd": self.syscall_fd,
-            "syscall_target": self.syscall_target,
-            "fd0": self.fd0,
-            "io_bytes": self.io_bytes,
-            "switches": self.switches,
-            "children": [
-                {
-                    "pid": c.pid,
-                    "state": c.state,
-                    "cpu_s": round(c.cpu_s, 2),
-                    "comm": c.comm,
-                    "rss": c.rss,
-                    "io_bytes": c.io_bytes,
-                    "switches": c.switches,
-                }
-                for c in self.children
-            ],
-        }
 
 
 def _read(pid: int, name: str) -> str:
@@ -231,17 +165,17 @@ def descendants_of(pid: int) -> list[int]:
     return found
 
 
-def _system_call(pid: int) -> tuple[str | None, int | None, str | None]:
-    """The system call the main thread sleeps in, its file descriptor and what that is."""
+def _system_call(pid: int) -> tuple[str, int | None, str]:
+    """The system call the main thread sleeps in; its file descriptor and what that is, if it has one."""
     fields = _read(pid, "syscall").split()
     if len(fields) < 2 or not fields[0].isdigit():
-        return None, None, None
-    number = int(fields[0])
-    name = _SYSCALL_NAMES.get(number, f"syscall-{number}")
-    if name not in _ON_DESCRIPTOR:
-        return name, None, None
+        return "", None, ""
+    name = _SYSCALL_NAMES.get(int(fields[0]))
+    if name is None:
+        return f"syscall-{fields[0]}", None, ""
     descriptor = int(fields[1], 16)
-    return name, descriptor, _link(pid, f"fd/{descriptor}") or None
+    target = "" if name in _NOT_ON_DESCRIPTOR else _link(pid, f"fd/{descriptor}")
+    return name, descriptor if target else None, target
 
 
 def _io_bytes(pid: int) -> int:
@@ -260,35 +194,43 @@ def machine_cpu_seconds() -> float:
     return float(spent.user + spent.nice + spent.system + spent.irq + spent.softirq + spent.steal)
 
 
-def sample(pid: int) -> ProcessSample | None:
+def sample(pid: int) -> RankSample | None:
     """One look at a process and its direct children, or None where it is gone."""
     stat = read_stat(pid)
     if stat is None:
         return None
     syscall, descriptor, target = _system_call(pid)
     status = status_of(pid)
-    return ProcessSample(
-        stat=stat,
+    return RankSample(
+        **_vital_signs(stat, status),
+        t=round(time.monotonic(), 3),
+        threads=stat.threads,
+        rss_file=1024 * int(status.get("RssFile", "0 kB").split()[0]),
         wchan=_read(pid, "wchan").strip("\0\n0"),
         syscall=syscall,
         syscall_fd=descriptor,
         syscall_target=target,
         fd0=_link(pid, "fd/0"),
-        io_bytes=_io_bytes(pid),
-        switches=_switches(status),
-        rss_file=1024 * int(mapped.split()[0]) if (mapped := status.get("RssFile")) else None,
         children=tuple(child for child in map(_child, children_of(pid)) if child is not None),
     )
 
 
-def _switches(status: dict[str, str]) -> int | None:
-    counted = status.get("voluntary_ctxt_switches")
-    return int(counted) if counted else None
-
-
-def _child(pid: int) -> ProcStat | None:
+def _child(pid: int) -> ProcessSample | None:
     stat = read_stat(pid)
-    return replace(stat, io_bytes=_io_bytes(pid), switches=_switches(status_of(pid))) if stat is not None else None
+    return ProcessSample(**_vital_signs(stat, status_of(pid))) if stat is not None else None
+
+
+def _vital_signs(stat: ProcStat, status: dict[str, str]) -> dict[str, Any]:
+    counted = status.get("voluntary_ctxt_switches")
+    return {
+        "pid": stat.pid,
+        "comm": stat.comm,
+        "state": stat.state,
+        "cpu_s": round(stat.cpu_s, 2),
+        "rss": stat.rss,
+        "io_bytes": _io_bytes(stat.pid),
+        "switches": int(counted) if counted else None,
+    }
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -311,10 +253,6 @@ def command_of(pid: int) -> list[str]:
     return [part for part in _read(pid, "cmdline").split("\0") if part]
 
 
-def working_directory_of(pid: int) -> str:
-    return _link(pid, "cwd")
-
-
 def kernel_stack(pid: int) -> list[str]:
     """Where the kernel has the main thread (needs privileges): innermost first, symbols only."""
     frames = []
@@ -323,20 +261,6 @@ def kernel_stack(pid: int) -> list[str]:
         if symbol:
             frames.append(symbol)
     return frames
-
-
-def processes_with_environment(name: str, value: str) -> list[int]:
-    """Every live process that was started with NAME=VALUE, wherever it now hangs in the process tree."""
-    needle = f"{name}={value}".encode()
-    found = []
-    for pid in psutil.pids():
-        try:
-            raw = (PROC / str(pid) / "environ").read_bytes()
-        except OSError:
-            continue
-        if needle in raw.split(b"\0") and is_alive(pid):
-            found.append(pid)
-    return found
 
 
 @dataclass(frozen=True)

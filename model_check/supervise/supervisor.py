@@ -15,6 +15,7 @@ The rules that name a fault live elsewhere; they come in as `examine`, which rea
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,18 +23,18 @@ from dataclasses import dataclass, replace
 
 from model_check.record import Finding, RunDir, Verdict
 from model_check.record.events.crashes import Exit, UncaughtException
-from model_check.record.events.process import Stopped, StopReason
+from model_check.record.events.process import Stalled, StallWithdrawn, Stopped, StopReason
 from model_check.record.journal import Journal
 from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
+from model_check.record.ring import read_header
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
 from model_check.record.verdict import DetectionTimes, Outcome, VerdictFile
 from model_check.supervise import processes, waiting
-from model_check.supervise.announcements import Announcements
+from model_check.supervise.announcements import Announcements, CalmLine, calm_line
 from model_check.supervise.collect import FlightRequest, Gatherer
 from model_check.supervise.hooks import EndJob, Hooks, JobView
 from model_check.supervise.process_exits import exit_code_recorded
-from model_check.supervise.pulse import Pulse
-from model_check.supervise.watched_rank import Rank, Stall
+from model_check.supervise.watched_rank import Pulse, Rank, Stall
 
 Examine = Callable[[RunDir, bool], Verdict]
 _CRASHES = ("MC1", "MC3", "MC4", "MC5", "MC6", "MC9")  # the families in which a rank ends by itself
@@ -72,6 +73,7 @@ class Limits:
     own_launcher_s: float = 0.0
     kill_after_s: float = 300.0
     io_kill_after_s: float = 0.0
+    away_after_s: float = 5.0  # between two turns: we did not run, so the ranks may not have run either
 
 
 class Supervisor:
@@ -107,6 +109,7 @@ class Supervisor:
         self._examined_at = 0.0
         self._examine_cost_s = 0.0
         self._life_at = time.monotonic()
+        self._turned_at = math.inf
         self._in_io_since: float | None = None
         self._proven_at: float | None = None
         self._close_looks: list[float] = []
@@ -161,13 +164,26 @@ class Supervisor:
 
     def poll(self) -> EndJob | None:
         """One turn. Returns not None if the job must end. Our own errors never end it."""
+        if time.monotonic() - self._turned_at > self._limits.away_after_s:
+            self._forget_the_time_away()
         try:
             return self._turn()
         except OSError as error:
             self.say_trouble(f"the run directory cannot be used ({error}); the job goes on without a watch")
         except Exception as error:  # a bug of ours costs the job one turn of supervision, nothing else
             self.say_trouble(f"the watch failed ({type(error).__name__}: {error}); the job goes on")
+        finally:
+            self._turned_at = time.monotonic()
         return None
+
+    def _forget_the_time_away(self) -> None:
+        """Counts silence from now on: Ctrl-Z, a scheduler or a debugger may have suspended the job together with us."""
+        now = time.monotonic()
+        self._life_at = now
+        self._in_io_since = None
+        if self._stall is None:
+            for rank in self._alive():
+                rank.pulse.last_at = max(rank.pulse.last_at, now)
 
     def _write(self, verdict: Verdict) -> None:
         """What cannot be written is still known, and shown."""
@@ -269,6 +285,9 @@ class Supervisor:
     def _quiet_ranks(self, alive: list[Rank], now: float) -> list[Rank]:
         # No threshold is below the floor, so a healthy turn computes no median.
         silent = [rank for rank in alive if now - rank.pulse.last_at > self._limits.stall_floor_s]
+        # A rank whose recording failed is silent for good: neither its silence nor its peers' waits say anything.
+        if any(read_header(self._run_dir.ring(rank.rank)).get("gave_up") for rank in silent):
+            return []
         return [rank for rank in silent if now - rank.pulse.last_at > self._threshold(rank)]
 
     def _follow_stall(self, alive: list[Rank], now: float) -> None:
@@ -321,15 +340,16 @@ class Supervisor:
             return False
         since = min(rank.pulse.last_at for rank in quiet)
         doing = [where[rank.rank] for rank in working if rank.rank in where and rank.rank not in waits]
-        self._say_calmly(waiting.work_line(doing, len(waits)), now - since, now)
+        line = waiting.work_line(doing, len(waits))
+        self._say_calmly(CalmLine(line, line), now - since, now)
         return True
 
-    def _say_calmly(self, line: str, waited_s: float, now: float) -> None:
+    def _say_calmly(self, line: CalmLine, waited_s: float, now: float) -> None:
         """Prints one line while ranks wait and nothing is wrong, and another every half minute."""
         if now < self._calm_line_due or (not self._calm_line_due and not self.announcements.is_news(line, waited_s)):
             return
         self._calm_line_due = now + self._limits.say_every_s
-        self.say(line)
+        self.say(line.text)
 
     def _look(self, stall: Stall, now: float) -> None:
         """Takes bursts of stacks of ranks that do not wait: only several looks tell progress from an endless loop."""
@@ -346,12 +366,10 @@ class Supervisor:
         seen = {rank: pid for rank, pid in seen.items() if not processes.is_stopped(pid)}
         self._gather.look(seen, with_children={activity.rank for activity in working if activity.phase == "data"})
 
-    def _calm_line(self) -> str | None:
+    def _calm_line(self) -> CalmLine | None:
         """What the ranks wait for, if the verdict on the stall is that nothing is wrong."""
         told = [finding for finding in self.verdict.findings if finding.code.startswith("MC2")]
-        if not told or any(finding.severity != "info" for finding in told):
-            return None
-        return waiting.calm_line(told[0].title, len(told[0].victims))
+        return calm_line(told[0]) if told and all(finding.severity == "info" for finding in told) else None
 
     def _suspicious(self, quiet: list[Rank], now: float) -> bool:
         """Before the first step long silence is normal (imports, compilation), unless peers already wait."""
@@ -367,7 +385,7 @@ class Supervisor:
         stall.examined = True
         self._take_sample(now)
         self._gather.stacks(self._pids())
-        self.journal.write("stall", since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since)
+        self.journal.write(Stalled(since_t=stall.since, threshold_s=stall.threshold_s, waiting_s=now - stall.since))
         self._examine_now(time.monotonic())
 
     def _withdraw(self, stall: Stall, now: float) -> None:
@@ -375,7 +393,7 @@ class Supervisor:
         self._in_io_since = None
         if not stall.examined or self._crashed:
             return
-        self.journal.write("stall_withdrawn", after_s=now - stall.since)
+        self.journal.write(StallWithdrawn(after_s=now - stall.since))
         self._detection_times = DetectionTimes()
         if self.announcements.withdraw(now - stall.since):
             self.say(f"progress again after {now - stall.since:.0f} s; the warning is withdrawn")
@@ -406,7 +424,7 @@ class Supervisor:
             return
         # On a machine with too much to do a rank that wants to compute gets hardly any time; it is not idle.
         states = {
-            rank: processes.thread_states([seen.stat.pid, *(child.pid for child in seen.children)])
+            rank: processes.thread_states([seen.pid, *(child.pid for child in seen.children)])
             for rank, seen in samples.items()
         }
         active |= {rank for rank, seen in states.items() if "R" in seen}
@@ -487,7 +505,8 @@ class Supervisor:
         if proven:
             return self._end_proven(proven[0], now)
         self._proven_at = None
-        why = self._out_of_patience(now) if self._stall is not None else None
+        # Not before the stall is confirmed: until then nobody has looked whether a rank computes or moves bytes.
+        why = self._out_of_patience(now) if self.stalled else None
         if why is not None:
             self.note_stop("hang", why)
             self._take_sample(now)

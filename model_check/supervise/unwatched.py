@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from model_check.record import RunDir
@@ -20,7 +20,7 @@ from model_check.record.process_identity import is_near, live_pid
 from model_check.record.ring import read_header
 from model_check.supervise.collect import FlightRequest, Gatherer
 from model_check.supervise.process_exits import exit_code_recorded
-from model_check.supervise.pulse import Pulse
+from model_check.supervise.watched_rank import Pulse
 
 _RING = re.compile(r"rank-(\d+)\.ring")
 _QUIET_S = 5.0  # as long as the supervisor's shortest threshold
@@ -69,11 +69,8 @@ def _take_evidence(
 
 
 def _is_quiet(run_dir: RunDir, rank: int) -> bool:
-    pulse = Pulse(run_dir.ring(rank), started_at=0.0)
-    try:
+    with closing(Pulse(run_dir.ring(rank), started_at=0.0)) as pulse:
         return pulse.beat() and time.monotonic() - pulse.last_at > _QUIET_S
-    finally:
-        pulse.close()
 
 
 def _write_exits(run_dir: RunDir, journal: Journal, ended: Mapping[int, Mapping[str, Any]]) -> None:

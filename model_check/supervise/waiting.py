@@ -11,10 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from model_check.record import RunDir
-from model_check.record.ring import FLAG_ASYNC, RingReading, read_ring
+from model_check.record.ring import DOING, FLAG_ASYNC, WAIT_PHASES, RingReading, read_ring
 from model_check.record.start_marks import read_start_marks, who_is_where
 
-WAITING_PHASES = frozenset({"collective", "p2p", "barrier", "init", "store", "gate"})
 # A process that sleeps for minutes in one of these is stuck, even where no other rank waits for it.
 NEVER_IDLE_PHASES = frozenset({"data", "save", "load", "hub", "tracker", "input"})
 _DEFAULT_GROUP = "default"
@@ -28,24 +27,6 @@ _DOES = {
     "compile": "compiles",
     "model": "builds the model",
     "eval": "evaluates",
-}
-_DOING = {
-    "start": "starting",
-    "import": "importing",
-    "init": "joining the process group",
-    "data": "loading data",
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "optimizer": "in the optimizer step",
-    "save": "saving a checkpoint",
-    "load": "loading a checkpoint",
-    "hub": "downloading from the hub",
-    "tracker": "starting the experiment tracker",
-    "eval": "evaluating",
-    "compile": "compiling",
-    "model": "building the model",
-    "input": "waiting for standard input",
-    "exit": "exiting",
 }
 
 
@@ -63,7 +44,7 @@ class Activity:
     @property
     def waits(self) -> bool:
         """It waits for other ranks."""
-        return self.phase in WAITING_PHASES
+        return self.phase in WAIT_PHASES
 
 
 def activities(run_dir: RunDir, since_start: Mapping[int, float]) -> list[Activity]:
@@ -119,7 +100,7 @@ def waiting_line(where: Sequence[Activity], now: float) -> str | None:
         for activity in working:
             groups[activity.phase].append(activity)
         phase, slowest = min(groups.items(), key=lambda item: min(s.since for s in item[1]))
-        doing = _DOING.get(phase) or "in its own code" + (f" after {slowest[0].site}" if slowest[0].site else "")
+        doing = DOING.get(phase) or "in its own code" + (f" after {slowest[0].site}" if slowest[0].site else "")
         seconds = now - min(s.since for s in slowest)
         sentence = f"{name_ranks([s.rank for s in slowest])} been {doing} for {seconds:.0f} s"
         if not waiting:
@@ -141,10 +122,10 @@ def work_line(working: Sequence[Activity], waiting: int) -> str:
     first = min(working, key=lambda activity: activity.rank)
     does = "evaluates" if first.forwards_only else _DOES.get(first.phase, "is at work")
     others = f" (and {len(working) - 1} more)" if len(working) > 1 else ""
-    return calm_line(f"rank {first.rank}{others} {does}", waiting)
+    return waits_for_it(f"rank {first.rank}{others} {does}", waiting)
 
 
-def calm_line(doing: str, waiting: int) -> str:
+def waits_for_it(doing: str, waiting: int) -> str:
     return f"{doing}; {waiting} rank{'s wait' if waiting > 1 else ' waits'} for it" if waiting else doing
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from model_check.blackbox.gate import Gate, GatePlan
-from model_check.blackbox.gate_patches import GATE, patch_inductor, through_the_gate
+from model_check.blackbox.gate import GATE, Gate, GatePlan, patch_inductor, through_the_gate
 
 
 @pytest.fixture(autouse=True)

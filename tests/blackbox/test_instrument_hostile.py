@@ -127,4 +127,35 @@ def test_a_module_that_cannot_be_patched_is_imported_all_the_same(run: Runner) -
     seen, plain = run(UNPATCHABLE), run(UNPATCHABLE, inject=False)
     assert (seen.codes, seen.outputs) == (plain.codes, plain.outputs) == ([0], ["run\n"])
     (event,) = seen.events("recording_failed")
-    assert event["error"].startswith("mlflow is not watched: ")
+    assert event["what"] == "calls of mlflow" and event["error"].startswith("TypeError: ")
+
+
+# A template engine's syntax error, and an exception that will not say where it comes from.
+RECOVERS = """
+import os
+from pathlib import Path
+
+class Odd(Exception):
+    @property
+    def __cause__(self):
+        raise RuntimeError("no cause")
+
+template = SyntaxError("no such tag")
+template.filename, template.lineno = Path("page.tmpl"), 3
+for error in (template, Odd("odd")):
+    try:
+        raise error
+    except Exception:
+        print("recovered", flush=True)
+try:
+    raise Odd("odd")
+except Odd:
+    os._exit(5)
+"""
+
+
+def test_a_handler_runs_on_whatever_its_exception_is_like(run: Runner) -> None:
+    seen, plain = run(RECOVERS), run(RECOVERS, inject=False)
+    assert (seen.codes, seen.outputs, seen.errors) == (plain.codes, plain.outputs, plain.errors)
+    assert (seen.codes, seen.outputs) == ([5], ["recovered\nrecovered\n"])
+    assert seen.events("recording_failed")

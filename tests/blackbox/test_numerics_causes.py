@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from model_check.numerics.causes import TOO_FAST, Situation, StepNumbers, judge_cause
-from model_check.numerics.origins import Origin, Site
-from model_check.numerics.ranges import Range
+from model_check.numerics.origins import Given, Origin, Site
+from model_check.record.events.numerics import Range
 
 SITE = Site("matmul", "layers.1.w2", "model.py:12", "forward", 3)
 FORWARD = Origin("forward", SITE, "inf", "float32", (Range(2.0, 0.0, 1.0),))
@@ -96,9 +96,9 @@ def test_some_samples_are_a_bad_sample_and_all_are_not(bad: list[int], code: str
 
 
 def test_what_was_given_is_named() -> None:
-    weight = replace(FORWARD, given="parameter layers.0.w1.weight")
+    weight = replace(FORWARD, given=Given("parameter", "layers.0.w1.weight"))
     assert code_of(origin=weight) == "MC401"
-    assert code_of(origin=replace(FORWARD, given="input 0")) == "MC404"
+    assert code_of(origin=replace(FORWARD, given=Given("input", "0"))) == "MC404"
 
 
 def test_a_rate_of_the_size_of_the_weights() -> None:

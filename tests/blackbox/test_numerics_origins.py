@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model_check.numerics.origins import Origin, OriginFinder
-from model_check.numerics.ranges import Range
+from model_check.numerics.origins import Given, Origin, OriginFinder
+from model_check.record.events.numerics import Range
 from tests.marked_lines import line_of
 
 
@@ -224,12 +224,12 @@ def test_what_was_bad_before_the_step_is_named() -> None:
     with torch.no_grad():
         model.first.bias[1] = math.nan
     origin = find(model, torch.randn(2, 4))
-    assert origin is not None and origin.given == "parameter first.bias"
+    assert origin is not None and origin.given == Given("parameter", "first.bias")
     assert origin.inputs[0].finite == 0.75
     bad = torch.randn(2, 4)
     bad[1, 2] = math.nan
     origin = find(Net(torch.sum), bad)
-    assert origin is not None and origin.given == "input 0"
+    assert origin is not None and origin.given == Given("input", "0")
 
 
 @pytest.mark.parametrize(("weight", "magnitude"), [(3e4, 1.2e5), (6e4, 2.4e5)])
@@ -290,6 +290,25 @@ def test_what_was_masked_is_not_blamed_for_what_came_from_elsewhere() -> None:
     origin = find(Net(tail), torch.randn(3, 4))
     assert origin is not None and origin.received
     assert (origin.site.op, origin.site.location) == ("mul", line_of(__file__, "nobody saw who wrote it"))
+
+
+def test_memory_of_a_freed_tensor_is_not_taken_for_a_new_one() -> None:
+    """numpy's memory reaches torch unseen: at the address of a masked tensor it would inherit that tensor's origin."""
+    table = np.array([1.0, math.nan, 3.0, 4.0], dtype=np.float32)
+    kept: list[torch.Tensor] = []
+
+    def tail(hidden: torch.Tensor) -> torch.Tensor:
+        logs = (torch.relu(hidden.detach()) * 0).log()
+        address = logs.untyped_storage()._cdata
+        masked = torch.where(torch.isinf(logs), torch.zeros_like(logs), logs)
+        del logs
+        while len(kept) < 1000 and (not kept or kept[-1].untyped_storage()._cdata != address):
+            kept.append(torch.from_numpy(table))
+        return ((hidden + masked) * kept[-1]).mean()  # at the old address
+
+    origin = find(Net(tail), torch.randn(3, 4))
+    assert origin is not None and origin.received
+    assert (origin.site.op, origin.site.location) == ("mul", line_of(__file__, "at the old address"))
 
 
 def as_it_is(spoilt: torch.Tensor) -> torch.Tensor:

@@ -144,6 +144,12 @@ def test_a_percent_encoded_secret_is_redacted(text: str, shown: str) -> None:
     assert redact_text(text) == shown
 
 
+def test_a_configuration_printed_as_yaml_shows_no_key() -> None:
+    text = "storage:\n  account: me\n  account_key: aB3+/aB3aB3aB3aB3==\n  client_secret: aB3~aB3aB3aB3aB3\n"
+    shown = f"storage:\n  account: me\n  account_key: {REDACTED}\n  client_secret: {REDACTED}\n"
+    assert redact_text(text) == shown
+
+
 @pytest.mark.parametrize(
     "token",
     [
@@ -181,6 +187,7 @@ def test_more_tokens_of_well_known_shape(token: str) -> None:
         "the author's tokenizer: bytes, cookie: none",
         "model-00001-of-00002.safetensors sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
         "bearer of bad news",
+        "wrong password: try again in 30 seconds",
         "authorization failed: ask the owner",
     ],
 )

@@ -21,11 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from model_check.blackbox import outofmemory
 from model_check.blackbox.box import BOX, RANK_PID_VARIABLE
-from model_check.blackbox.memory_marks import MemoryMarks
-from model_check.blackbox.memory_owners import Owner, find_owners
-from model_check.blackbox.memory_reading import MemoryReading, read_host_limits, read_memory
-from model_check.blackbox.memory_snapshot import sum_up
+from model_check.blackbox.memory_holdings import find_owners, sum_up
+from model_check.blackbox.memory_marks import MemoryMarks, in_words, read_host_limits, read_memory
 from model_check.record import RunDir
+from model_check.record.events.memory import Holding, MemoryMark, OutOfMemory
 
 MIB = 1 << 20
 
@@ -44,10 +43,10 @@ def test_a_reading_is_the_kernels() -> None:
 
 def test_a_reading_in_words() -> None:
     gib = 1 << 30
-    on_gpu = MemoryReading(gib, gib // 2, 3 * gib, 4 * gib, 5 * gib)
+    on_gpu = MemoryMark(rss=gib, pss=gib // 2, allocated=3 * gib, reserved=4 * gib, peak=5 * gib)
     words = "RSS 1.00 GiB, PSS 0.50 GiB, device 3.00 GiB allocated, 4.00 reserved, 5.00 at its peak"
-    assert on_gpu.describe() == words
-    assert MemoryReading(gib, None).describe() == "RSS 1.00 GiB"
+    assert in_words(on_gpu) == words
+    assert in_words(MemoryMark(rss=gib)) == "RSS 1.00 GiB"
 
 
 def test_marks_are_made_once_and_in_words() -> None:
@@ -66,11 +65,11 @@ def test_every_tensor_of_a_model_and_its_optimizer_has_an_owner() -> None:
     optimizer.step()
     owners = find_owners()
     weight = model[0].weight
-    assert owners[weight.untyped_storage().data_ptr()] == Owner("parameters", "0.weight", 7 * 5 * 4)
+    assert owners[weight.untyped_storage().data_ptr()] == Holding(7 * 5 * 4, 1, "parameters", "0.weight")
     assert weight.grad is not None
-    assert owners[weight.grad.untyped_storage().data_ptr()] == Owner("gradients", "0.weight", 7 * 5 * 4)
+    assert owners[weight.grad.untyped_storage().data_ptr()] == Holding(7 * 5 * 4, 1, "gradients", "0.weight")
     moment = optimizer.state[weight]["exp_avg"]
-    assert owners[moment.untyped_storage().data_ptr()] == Owner("optimizer", "exp_avg", 7 * 5 * 4)
+    assert owners[moment.untyped_storage().data_ptr()] == Holding(7 * 5 * 4, 1, "optimizer", "exp_avg")
     running = model[1].running_mean
     assert isinstance(running, torch.Tensor)
     assert owners[running.untyped_storage().data_ptr()].category == "parameters"
@@ -91,7 +90,7 @@ def test_a_snapshot_summed_up() -> None:
         {"blocks": [block(0, 64 * MIB), block(64 * MIB, 8 * MIB, "inactive"), block(72 * MIB, 32 * MIB, line=7)]},
         {"blocks": [block(200 * MIB, 32 * MIB, line=7), block(300 * MIB, 2 * MIB, "inactive")]},
     ]
-    found = sum_up(segments, {0: Owner("parameters", "w", 64 * MIB)}, users_line)
+    found = sum_up(segments, {0: Holding(64 * MIB, 1, "parameters", "w")}, users_line)
     assert found.categories == {"parameters": 64 * MIB, "activations and temporaries": 64 * MIB}
     assert (found.free_in_pieces, found.largest_piece) == (10 * MIB, 8 * MIB)
     kinds = {(h.category, h.count, h.bytes, h.name, h.line) for h in found.largest}
@@ -120,7 +119,7 @@ def test_no_byte_in_use_is_lost(blocks: list[tuple[int, str]]) -> None:
     ],
 )
 def test_the_size_asked_for_is_in_the_message(message: str, size: int | None) -> None:
-    assert outofmemory.requested_bytes(message) == size
+    assert OutOfMemory.told_by(message).requested == size
 
 
 @pytest.mark.parametrize(
@@ -325,9 +324,9 @@ def box(tmp_path: Path) -> Iterator[Path]:
     os.environ.pop(RANK_PID_VARIABLE, None)
 
 
-def out_of_memory_events(root: Path) -> list[dict[str, Any]]:
+def events_of(root: Path, kind: str = "out_of_memory") -> list[dict[str, Any]]:
     rows = (root / "events" / "rank-00003.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, rows) if event["event"] == "out_of_memory"]
+    return [event for event in map(json.loads, rows) if event["event"] == kind]
 
 
 def test_what_the_allocator_says_is_written_before_it_raises(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +339,7 @@ def test_what_the_allocator_says_is_written_before_it_raises(box: Path, monkeypa
     stats = {"allocated_bytes.all.current": 96 * MIB, "reserved_bytes.all.current": 128 * MIB}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     outofmemory._allocator_failed(0, 64 * MIB, 130 * MIB, 2 * MIB)
-    (event,) = out_of_memory_events(box)
+    (event,) = events_of(box)
     assert (event["requested"], event["total"], event["free"]) == (64 * MIB, 130 * MIB, 2 * MIB)
     assert (event["allocated"], event["reserved"], event["free_in_pieces"]) == (96 * MIB, 128 * MIB, 32 * MIB)
     assert event["categories"] == {"activations and temporaries": 96 * MIB}
@@ -357,8 +356,8 @@ def test_a_look_that_fails_says_so_and_harms_nobody(box: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "memory_stats", broken)
     for _ in range(outofmemory.MOST_CAPTURES + 2):
         outofmemory._allocator_failed(0, 1, 2, 3)
-    events = out_of_memory_events(box)
-    assert [event["failed"] for event in events] == ["RuntimeError: no such device"] * outofmemory.MOST_CAPTURES
+    events = events_of(box, "recording_failed")
+    assert [event["error"] for event in events] == ["RuntimeError: no such device"] * outofmemory.MOST_CAPTURES
 
 
 def test_an_error_on_its_way_out_is_looked_at_once(box: Path) -> None:
@@ -368,8 +367,8 @@ def test_an_error_on_its_way_out_is_looked_at_once(box: Path) -> None:
     except torch.OutOfMemoryError as error:
         outofmemory.note(error)
         outofmemory.note(error)
-    (event,) = out_of_memory_events(box)
+    (event,) = events_of(box)
     assert (event["kind"], event["requested"], event["rank"]) == ("device", 2 << 30, 3)
     assert event["categories"]["parameters"] >= model.weight.nbytes
     outofmemory.note(ValueError("something else"))
-    assert len(out_of_memory_events(box)) == 1
+    assert len(events_of(box)) == 1

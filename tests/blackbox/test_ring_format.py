@@ -54,9 +54,7 @@ def test_what_is_written_is_read_and_the_oldest_is_overwritten(
         assert recorder.begin(**call) == number + 1
     reading = read_ring(tmp_path / "r.ring")
     kept = written[-capacity:]
-    assert reading.damage == []
     assert [c.seq for c in reading.crumbs] == list(range(len(written) - len(kept) + 1, len(written) + 1))
-    assert reading.wrapped == (len(written) > capacity)
     for crumb, call in zip(reading.crumbs, kept, strict=True):
         for name, value in call.items():
             got = getattr(crumb, "bytes" if name == "nbytes" else name)
@@ -88,7 +86,7 @@ def test_a_tail_returns_every_record_once_and_counts_the_lost(
         seen += [c.seq for c in fresh]
     assert len(seen) + tail.lost == total
     assert tail.poll() == []
-    assert (tail.last_time_ns() > 0) == (total > 0)
+    assert total == 0 or tail.stamp(total).seq == total
 
 
 def test_a_tail_starts_over_when_the_rank_is_restarted(tmp_path: Path) -> None:
@@ -108,11 +106,11 @@ def test_a_tail_starts_over_when_the_rank_is_restarted(tmp_path: Path) -> None:
 
 @quick
 @given(garbage=st.binary(max_size=5000), at=st.integers(0, 5000))
-def test_garbage_is_reported_not_raised(tmp_path: Path, garbage: bytes, at: int) -> None:
+def test_garbage_is_no_ring(tmp_path: Path, garbage: bytes, at: int) -> None:
     path = tmp_path / "g.ring"
     path.write_bytes(garbage)
     reading = read_ring(path)
-    assert reading.header == {} and reading.crumbs == [] and len(reading.damage) == 1
+    assert reading.header == {} and reading.crumbs == []
     assert read_header(path) == {} and RingTail(path).poll() == []
     recorder = Recorder(path, rank=0, capacity=4)
     recorder.point("step", detail="kept")
@@ -123,7 +121,7 @@ def test_garbage_is_reported_not_raised(tmp_path: Path, garbage: bytes, at: int)
     RingTail(path).poll()
 
 
-def test_a_torn_record_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "r.ring"
     recorder = Recorder(path, rank=0, capacity=8)
     for number in range(3):
@@ -134,7 +132,6 @@ def test_a_torn_record_is_left_out_and_said(tmp_path: Path) -> None:
     path.write_bytes(bytes(data))
     reading = read_ring(path)
     assert [c.detail for c in reading.crumbs] == ["0", "2"]
-    assert reading.damage == ["r.ring: record 2 was being written when its process died"]
 
 
 def test_a_ring_that_was_cut_short_still_gives_its_first_records(tmp_path: Path) -> None:
@@ -145,7 +142,6 @@ def test_a_ring_that_was_cut_short_still_gives_its_first_records(tmp_path: Path)
     path.write_bytes(path.read_bytes()[: ring.HEADER_BYTES + ring.STRINGS_BYTES + 2 * ring.RECORD.size + 10])
     reading = read_ring(path)
     assert [c.detail for c in reading.crumbs] == ["0", "1"]
-    assert reading.damage == ["r.ring: cut short, 6 of 8 slots are missing"]
 
 
 def test_a_full_string_table_and_a_long_command_line_do_not_stop_the_recorder(tmp_path: Path) -> None:
@@ -182,7 +178,7 @@ def test_records_of_many_threads_are_whole_and_in_order(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     reading = read_ring(tmp_path / "r.ring")
-    assert [c.seq for c in reading.crumbs] == list(range(1, 2001)) and reading.damage == []
+    assert [c.seq for c in reading.crumbs] == list(range(1, 2001))
     by_thread = {t: [c.line for c in reading.crumbs if c.thread == t] for t in {c.thread for c in reading.crumbs}}
     assert sorted(by_thread.values()) == [list(range(500))] * 4
 
@@ -208,7 +204,6 @@ def test_the_ring_survives_sigkill(tmp_path: Path) -> None:
     reading = read_ring(tmp_path / "r.ring")
     numbers = [c.seq for c in reading.crumbs]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    assert len(reading.damage) <= 1
 
 
 @pytest.mark.parametrize("size", [ring.CAPACITY])

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from model_check.blackbox.box import BOX
 from model_check.blackbox.start_marks import StartMarks
 from model_check.record import JsonlWriter, RunDir, read_jsonl
+from model_check.record.events import read_event
+from model_check.record.events.process import StartMark
 from model_check.record.start_marks import (
     CHECKPOINTS,
-    EVENT,
-    Passed,
     component_of,
     last_passed,
     read_start_marks,
@@ -27,13 +27,14 @@ from model_check.record.start_marks import (
     who_is_where,
 )
 
+MARK = StartMark.kind
 LINE = re.compile(
     r"\[(\d\d):(\d\d):(\d\d)\.(\d{3})\]\[\+(\d+\.\d{3})s\]\[R(\d+)/(\d+)\]\[LR(\d+)\]\[PID:(\d+)\] (.*)", re.DOTALL
 )
 
 
-def at(number: int, t: float = 100.0) -> Passed:
-    return Passed(number, t)
+def at(number: int, t: float = 100.0) -> StartMark:
+    return StartMark(number=number, t=t)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def at(number: int, t: float = 100.0) -> Passed:
         ),
     ],
 )
-def test_the_sentence(marks: dict[int, Passed], expected: str | None) -> None:
+def test_the_sentence(marks: dict[int, StartMark], expected: str | None) -> None:
     assert who_is_where(marks, now=134.0) == expected
 
 
@@ -70,15 +71,15 @@ _JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lamb
 
 
 @settings(deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from(["event", "number", "t", "name"]), _JSON | st.just(EVENT)), max_size=4))
+@given(st.lists(st.dictionaries(st.sampled_from(["event", "number", "t", "name"]), _JSON | st.just(MARK)), max_size=4))
 def test_records_that_make_no_sense_are_left_out(records: list[dict[str, object]]) -> None:
-    passed = last_passed(records)
+    passed = last_passed(map(read_event, records))
     assert passed is None or 1 <= passed.number <= 12
 
 
 def test_a_restarted_rank_begins_again() -> None:
-    records = [{"event": EVENT, "number": n, "t": float(t)} for t, n in enumerate([1, 2, 3, 4, 1, 2])]
-    assert last_passed(records) == Passed(2, 5.0)
+    records = [{"event": MARK, "number": n, "t": float(t)} for t, n in enumerate([1, 2, 3, 4, 1, 2])]
+    assert last_passed(map(read_event, records)) == StartMark(number=2, t=5.0)
 
 
 def test_the_table_of_a_dead_run(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_the_table_of_a_dead_run(tmp_path: Path) -> None:
         writer = JsonlWriter(run_dir.events(rank))
         for number in numbers:
             off = {"off": "logging.wandb is false"} if number == 9 else {}
-            writer.write({"event": EVENT, "number": number, "name": CHECKPOINTS[number - 1], "t": 50.0 + number, **off})
+            writer.write({"event": MARK, "number": number, "name": CHECKPOINTS[number - 1], "t": 50.0 + number, **off})
         writer.close()
     writer = JsonlWriter(run_dir.supervisor_events)
     writer.write({"event": "rank_exited", "t": 92.0, "rank": 0})
@@ -116,7 +117,7 @@ def test_marks_from_before_the_box_are_written_with_the_first_one_after(box: Run
     BOX.open(3, world_size=8)
     marks.passed(3)
     marks.passed(2)  # a second caller of the same checkpoint
-    written = [(r["number"], r["name"]) for r in read_jsonl(box.events(3)).records if r["event"] == EVENT]
+    written = [(r["number"], r["name"]) for r in read_jsonl(box.events(3)).records if r["event"] == MARK]
     assert written == list(enumerate(CHECKPOINTS, start=1))[:3]
     assert read_start_marks(box)[3].number == 3
     parsed = [LINE.fullmatch(line) for line in said]
@@ -153,7 +154,7 @@ def test_a_process_that_is_no_rank_of_ours_marks_nothing(box: RunDir) -> None:
         marks.passed(1)
         os._exit(len(said))
     assert os.waitpid(child, 0)[1] == 0, "a child of a rank is not the rank"
-    assert EVENT not in [record["event"] for record in read_jsonl(box.events(0)).records]
+    assert MARK not in [record["event"] for record in read_jsonl(box.events(0)).records]
     marks.passed(1)
     assert read_start_marks(box)[0].number == 1 and len(said) == 1
 
@@ -210,6 +211,6 @@ def test_events_are_plain_json(box: RunDir) -> None:
     marks = StartMarks()
     marks.begin(0, 1, 0)
     marks.passed(1)
-    (line,) = [line for line in box.events(0).read_text().splitlines() if EVENT in line]
+    (line,) = [line for line in box.events(0).read_text().splitlines() if MARK in line]
     record = json.loads(line)
     assert (record["event"], record["number"], record["name"]) == ("checkpoint_mark", 1, "Script started")

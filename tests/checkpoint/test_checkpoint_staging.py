@@ -15,27 +15,25 @@ from hypothesis import strategies as st
 from model_check.checkpoint.manifest import new_hash
 from model_check.checkpoint.parts import Part, write_parts
 from model_check.checkpoint.peers import Peers
-from model_check.checkpoint.pinned import cut_up, free_host_bytes
 from model_check.checkpoint.saver import Saver
 from model_check.checkpoint.shards import load_into
-from model_check.checkpoint.staging import DEVICE, PAGEABLE, PINNED, Limits, Staging, _blocks, allot
+from model_check.checkpoint.staging import Limits, Staging, _blocks, cut_up, fitting, free_host_bytes
 from model_check.checkpoint.verify import verify
 
 SIZES = st.lists(st.integers(0, 50), max_size=20)
 
 
-@given(SIZES, st.integers(0, 200), st.integers(0, 200))
-def test_no_memory_is_promised_twice(sizes: list[int], device_room: int, pinned_room: int) -> None:
-    places = allot(sizes, device_room, pinned_room)
-    taken = {kind: sum(s for s, p in zip(sizes, places, strict=True) if p == kind) for kind in (DEVICE, PINNED)}
-    assert taken[DEVICE] <= device_room and taken[PINNED] <= pinned_room
-    slow = [size for size, place in zip(sizes, places, strict=True) if place == PAGEABLE]
-    assert all(size > device_room - taken[DEVICE] and size > pinned_room - taken[PINNED] for size in slow)
+@given(SIZES, st.integers(0, 200))
+def test_no_memory_is_promised_twice_and_none_is_left_that_would_do(sizes: list[int], room: int) -> None:
+    chosen = fitting(dict(enumerate(sizes)), room)
+    taken = sum(sizes[index] for index in chosen)
+    assert chosen == sorted(set(chosen)) and taken <= room
+    assert all(size > room - taken for index, size in enumerate(sizes) if index not in chosen)
 
 
-def test_the_fastest_memory_is_filled_first_and_by_the_largest() -> None:
-    assert allot([1, 8, 4, 2], device_room=12, pinned_room=2) == [PAGEABLE, DEVICE, DEVICE, PINNED]
-    assert allot([1, 8, 4, 2], device_room=100, pinned_room=100) == [DEVICE] * 4
+def test_the_largest_parts_get_the_fastest_memory() -> None:
+    sizes = dict(enumerate([1, 8, 4, 2]))
+    assert fitting(sizes, 12) == [1, 2] and fitting(sizes, 6) == [2, 3] and fitting(sizes, 100) == [0, 1, 2, 3]
 
 
 @given(SIZES, st.integers(1, 64))

@@ -17,8 +17,9 @@ from model_check.cli.fitting import check_host_memory
 from model_check.config import load_config
 from model_check.config.shapes import ModelShape
 from model_check.errors import UsageError
-from model_check.models import build_model, save_pretrained
+from model_check.models import build_model
 from tests.conftest import BIN, ROOT, TINY, Shell
+from tests.models.exported import export
 
 
 def test_a_data_fault_is_in_the_verdict(shell: Shell) -> None:
@@ -99,7 +100,7 @@ PRETRAINED += ["--set", "model.init=pretrained", "--set", "model.model_path=mode
 @pytest.fixture(scope="module")
 def whole_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights") / "model"
-    return save_pretrained(build_model(ModelShape(2, 32, 4, 2, 8, 64, 4096)), folder, max_shard_bytes=60_000)
+    return export(build_model(ModelShape(2, 32, 4, 2, 8, 64, 4096)), folder, most=60_000)
 
 
 def rewritten(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:

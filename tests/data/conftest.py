@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model_check.data.encoded import EncodedDocuments
-from model_check.data.packed import PackedCache, SplitWriter
+from model_check.data.packed import EncodedDocuments, PackedCache, SplitWriter
 
 MakeCache = Callable[..., PackedCache]
 

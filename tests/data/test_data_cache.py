@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_check.data import PackedCache, check_vocabulary, verify
-from model_check.data.encoded import EncodedDocuments
 from model_check.data.packed import (
     BLOCK_BYTES,
     CHECKSUMS,
@@ -22,6 +21,7 @@ from model_check.data.packed import (
     FORMAT_VERSION,
     MANIFEST,
     TOKENS,
+    EncodedDocuments,
     Manifest,
     SplitWriter,
 )

@@ -34,7 +34,7 @@ def test_a_thread_that_died_is_why_the_main_thread_waits(stage):
     stage.stall()
     finding = stage.first()
     assert (finding.code, finding.ranks, finding.victims, finding.severity) == ("MC222", [1], [0], "warning")
-    assert stage.line(finding) == 12 and "prefetch" in finding.title and "KeyError" in finding.title
+    assert stage.line(finding) == 12 and finding.facts == {"thread": "prefetch", "exception": "KeyError"}
     assert any("main thread at" in e and ":50 in main" in e for e in finding.evidence)
 
 

@@ -74,8 +74,8 @@ def test_groups_made_in_another_order(stage):
     finding = stage.first()
     assert (finding.code, finding.ranks, finding.victims) == ("MC201", [2], [0, 1, 3])
     assert (finding.severity, finding.certainty) == ("error", "proven") and stage.line(finding) == 17
-    assert f"number 1 of rank 2 is of ranks 2,3, at {stage.script}:17" in " ".join(finding.evidence)
-    assert f"number 1 of ranks 0, 1 and 3 is of ranks 0,1, at {stage.script}:14" in " ".join(finding.evidence)
+    assert (finding.cause, finding.facts["groups"]["2"]) == ("groups", "ranks 2,3")
+    assert {finding.facts["groups"][rank] for rank in ("0", "1", "3")} == {"ranks 0,1"}
 
 
 def test_groups_in_another_order_without_a_majority_blame_nobody(stage):

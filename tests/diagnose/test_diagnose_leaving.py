@@ -145,3 +145,20 @@ def test_a_disk_without_room_has_a_name(stage, kind, message):
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks) == ("MC604", [1]) and stage.line(finding) == 33
     assert "df -h" in finding.fix[0]
+
+
+def test_a_rank_whose_recording_failed_is_accused_of_nothing(stage):
+    """It trains on without a record: its peers seem to call what it does not, and it seems to leave too early."""
+    a, b = stage.ranks(2)
+    stage.train(6)
+    b.recorder.identify(gave_up="ValueError")
+    for _ in range(6):
+        a.step()
+    b.exits(0)
+    a.collective(open=True)
+    stage.stall()
+    verdict = stage.verdict()
+    assert verdict.findings == []
+    assert verdict.notes == [
+        "recording rank 1 failed (ValueError, see its events): since then no hang and no mismatch can be found"
+    ]

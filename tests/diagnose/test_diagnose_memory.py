@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_check.diagnose.evidence import RankEvidence
-from model_check.diagnose.memory import memory_account, memory_facts, memory_fixes
+from model_check.diagnose.memory import is_fragmented, memory_account, memory_facts, memory_fixes
 from model_check.record import write_json_atomic
+from model_check.record.events import read_event
+from model_check.record.run_plan import RunPlan
+from model_check.record.typed import from_json
 
 GIB = 1 << 30
 MESSAGE = (
@@ -22,7 +25,7 @@ MESSAGE = (
 
 def record(**changes: Any) -> dict[str, Any]:
     return {
-        "kind": "device",
+        "device": "cuda:0",
         "requested": 2 * GIB,
         "total": 140 * GIB,
         "free": 1 * GIB,
@@ -100,7 +103,7 @@ def test_host_memory_has_the_hosts_numbers(stage: Any) -> None:
         stage,
         "RuntimeError",
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes",
-        kind="host",
+        device="cpu",
         requested=6 * GIB,
         total=None,
         free=None,
@@ -113,7 +116,7 @@ def test_host_memory_has_the_hosts_numbers(stage: Any) -> None:
     assert "the host has 3.00 GiB of 64.00 GiB left; its address space is limited to 8.00 GiB" in said
 
 
-HOST = {"total": None, "free": None, "allocated": None, "free_in_pieces": 0, "snapshot": "", "kind": "host"}
+HOST = {"total": None, "free": None, "allocated": None, "free_in_pieces": 0, "snapshot": "", "device": "cpu"}
 HOST_LIMITS = {"total": 64 * GIB, "available": 60 * GIB, "address_space": 3 * GIB, "cgroup": None}
 HOST_MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 268435456 bytes"
 
@@ -184,15 +187,15 @@ def test_one_tensor_larger_than_the_device_is_a_wrong_size(stage: Any) -> None:
 
 
 def test_without_a_record_the_message_says_it() -> None:
-    account = memory_account(RankEvidence(0), MESSAGE)
+    account = memory_account(RankEvidence(0), MESSAGE, on_device=True)
     assert (account.requested, account.total, account.free) == (2 * GIB, round(139.72 * GIB), round(1.25 * GIB))
     assert (account.allocated, account.free_in_pieces) == (137 * GIB, GIB // 2)
-    assert not account.fragmented and account.missing == GIB * 3 // 4
+    assert not is_fragmented(account)
 
 
 def test_a_message_of_fragmentation_is_told_apart() -> None:
     message = MESSAGE.replace("512.00 MiB is reserved", "21.00 GiB is reserved")
-    assert memory_account(RankEvidence(0), message).fragmented
+    assert is_fragmented(memory_account(RankEvidence(0), message, on_device=True))
 
 
 def test_a_step_that_was_retried_is_a_warning_with_the_values_to_set(stage: Any) -> None:
@@ -203,6 +206,7 @@ def test_a_step_that_was_retried_is_a_warning_with_the_values_to_set(stage: Any)
             actor.step()
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks, finding.severity) == ("MC504", [0, 1], "warning")
+    assert finding.facts == {"micro_batch": 2, "micro_batches": 4}
     assert finding.fix == ["set training.batch_size=2 and training.grad_accum_nums=4: the retries then cost nothing"]
 
 
@@ -217,7 +221,8 @@ KEYS = st.sampled_from([*record(), "limits", "remedies", "memory"])
 @settings(max_examples=40, deadline=None)
 @given(body=st.dictionaries(KEYS, anything), plan=st.dictionaries(KEYS, anything), message=st.text(max_size=80))
 def test_no_record_however_damaged_breaks_the_account(body: dict[str, Any], plan: dict[str, Any], message: str) -> None:
-    rank = RankEvidence(0, events=({**body, "event": "out_of_memory"},))
-    for evidence in (rank, RankEvidence(0)):
-        account = memory_account(evidence, message)
-        assert all(isinstance(line, str) for line in memory_facts(account, plan) + memory_fixes(account, plan))
+    rank = RankEvidence(0, told=(read_event({**body, "event": "out_of_memory"}),))
+    planned = from_json(RunPlan, plan)
+    for evidence, on_device in ((rank, True), (rank, False), (RankEvidence(0), True)):
+        account = memory_account(evidence, message, on_device=on_device)
+        assert all(isinstance(line, str) for line in memory_facts(account, planned) + memory_fixes(account, planned))

@@ -112,7 +112,7 @@ def test_a_failure_on_a_token_without_a_row_is_about_the_token(stage: Stage) -> 
     first.exits(None, signal=15)
     found = stage.first(live=False)
     assert (found.code, found.ranks, found.tensor) == ("MC902", [1], "model.embed")
-    assert "128001" in found.title and "32000" in found.title
+    assert found.facts == {"token": 128001, "rows": 32000, "module": "model.embed"}
 
 
 # Early warnings

@@ -46,7 +46,7 @@ def test_a_rank_that_stops_now_and_then_is_a_straggler(stage):
     burst(stage, lines=[30])
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks, finding.victims, finding.phase) == ("MC701", [1], [0], "forward")
-    assert stage.line(finding) == 30 and "now and then" in finding.title
+    assert stage.line(finding) == 30 and finding.cause == "now_and_then"
 
 
 @pytest.mark.parametrize("how", [{"lines": [20, 30]}, {"lines": [30], "peer_too": True}], ids=["places", "peers"])
@@ -176,7 +176,7 @@ def test_memory_that_climbs_with_every_step(stage):
     grow(stage, per_second=16 << 20)
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks, finding.severity) == ("MC705", [0], "warning")
-    assert "55.58 GiB an hour" in finding.title  # 16 MiB every 1.012 s
+    assert finding.facts == {"gib_per_hour": pytest.approx(55.58, abs=0.005)}  # 16 MiB every 1.012 s
     assert [e.partition(",")[0] for e in finding.evidence] == [
         "observed: resident memory rose from 1.02 to 1.44 GiB in 27 s of training",
         "observed: the line is the forward of the step that ran; what holds the memory is not known",
@@ -245,7 +245,7 @@ def test_a_leak_behind_a_cache_that_filled_first(stage):
     grow(stage, grown=lambda second: 60 * MIB * min(second, 12) + 10 * MIB * second, seconds=60)
     finding = stage.first(after=0.1)
     assert (finding.code, finding.ranks) == ("MC705", [0])
-    assert "34.74 GiB an hour" in finding.title  # 10 MiB every 1.012 s: the cache is not in it
+    assert finding.facts["gib_per_hour"] == pytest.approx(34.74, abs=0.005)  # 10 MiB every 1.012 s: without the cache
 
 
 def test_slowness_is_not_reported_beside_a_crash(stage):

@@ -21,14 +21,15 @@ def test_other_versions_on_one_rank(stage):
         identify(actor, torch="2.9.1" if actor.rank == 1 else "2.13.0")
     finding = stage.first(after=1.0)
     assert (finding.code, finding.ranks, finding.severity) == ("MC105", [1], "warning") and stage.line(finding) == 10
-    assert any("2.9.1" in e for e in finding.evidence)
+    assert finding.facts == {"differs": ["torch"], "other": {"torch": {1: "2.9.1"}}}
 
 
 def test_other_arguments_or_code_on_one_rank(stage):
     for actor in stage.ranks(3, join=False):
         identify(actor, arguments=["python", "train.py", "--lr", "3e-3" if actor.rank == 2 else "3e-4"])
     finding = stage.first(after=1.0)
-    assert (finding.code, finding.ranks) == ("MC106", [2]) and any("3e-3" in e for e in finding.evidence)
+    assert (finding.code, finding.ranks) == ("MC106", [2])
+    assert finding.facts["other"] == {"arguments": {2: "python train.py --lr 3e-3"}}
 
 
 def test_what_a_launcher_gives_each_rank_of_its_own_is_no_difference(stage):
@@ -95,8 +96,10 @@ def test_one_rank_that_does_it_for_all_is_right(stage):
 
 
 def test_other_code_in_checkouts_of_different_places(stage):
-    for actor in stage.ranks(3, join=False, script="/tmp/a/train.py"):
-        arguments = ["/usr/bin/python3", f"/tmp/{actor.rank}/train.py"]
-        identify(actor, arguments=arguments, script_sha256="xyz" if actor.rank == 1 else "abc")
+    for actor in stage.ranks(3, join=False):
+        script = f"/tmp/{actor.rank}/train.py"
+        digest = "xyz" if actor.rank == 1 else "abc"
+        identify(actor, arguments=["/usr/bin/python3", script], script=script, script_sha256=digest)
     finding = stage.first(after=1.0)
-    assert (finding.code, finding.ranks) == ("MC106", [1]) and any("train.py" in e for e in finding.evidence)
+    assert (finding.code, finding.ranks) == ("MC106", [1])
+    assert finding.facts["other"] == {"hash of train.py": {1: "xyz"}}

@@ -14,6 +14,7 @@ from model_check.cli.bench import _sizes
 from model_check.cli.main import main
 from model_check.doctor.bench.training import summarised
 from model_check.errors import UsageError
+from model_check.record.metrics import StepMetrics
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_first_quarter_is_not_counted() -> None:
-    records = [{"tokens_per_s": 1.0 if i < 2 else 100.0, "step_s": 0.5, "loss": 8.0 - i, "mfu": None} for i in range(8)]
+    records = [StepMetrics(tokens_per_s=1.0 if i < 2 else 100.0, step_s=0.5, loss=8.0 - i) for i in range(8)]
     result = summarised(records)
     assert (result.steps, result.tokens_per_s, result.mfu, result.final_loss) == (6, 100.0, None, 1.0)
 

@@ -184,7 +184,7 @@ def test_a_float16_overflow_names_layer_magnitude_and_scale(run_dir: RunDir) -> 
         train(model, [(100 * X,)], precision="fp16")
     (event,) = events(run_dir)
     assert (event["module"], event["direction"]) == ("head", "forward")
-    magnitude = next(float(line.split()[1]) for line in event["evidence"] if "in float16, whose" in line)
+    magnitude = event["facts"]["magnitude"]
     with torch.no_grad():
         true = model.head(model.body(100 * X)).abs().max().item()
     assert magnitude == pytest.approx(true, rel=0.02) and magnitude > 65504
@@ -314,7 +314,7 @@ def test_no_dump_where_none_is_wanted(run_dir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(NumericsError):
         train(BackwardPole(), [(X,)], debug={"nan": True, "dump_gb": 0})
     assert not (tmp_path / ".checkpoints").exists()
-    assert events(run_dir)[0]["dump"] is None
+    assert "dump" not in events(run_dir)[0]
 
 
 def test_a_dump_that_cannot_be_written_hides_nothing(run_dir: RunDir, tmp_path: Path) -> None:
@@ -459,8 +459,8 @@ def test_weights_are_held_until_the_host_has_looked() -> None:
     step = TrainStep(model, optimizer, Precision.choose("fp32", torch.device("cpu")), Place(), max_grad_norm=1.0)
     step.holds_after_hit = True
     before = model.head.weight.detach().clone()
-    assert step([(torch.full((1, 4), math.nan),)], 0.1).packed[5].item() == 1.0
-    assert step([(X,)], 0.1).packed[2].item() == 0.0, "this one is finite"
+    assert step([(torch.full((1, 4), math.nan),)], 0.1)[5].item() == 1.0
+    assert step([(X,)], 0.1)[2].item() == 0.0, "this one is finite"
     assert torch.equal(model.head.weight, before), "and changes nothing, since nobody has looked at the one before"
     step.release()
     step([(X,)], 0.1)

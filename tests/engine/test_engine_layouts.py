@@ -14,13 +14,13 @@ from model_check import FSDPTrainer, SimpleModel, load_config
 from model_check.config import Config
 from model_check.data import prepare
 from model_check.engine.arrangement import arrange_llama, arrange_module
-from model_check.engine.data_spec import data_spec
+from model_check.engine.data_and_shape import data_spec
+from model_check.engine.evaluate import check_held_out
 from model_check.engine.optimizer import build_optimizer
 from model_check.engine.place import Place
 from model_check.engine.sharded import ShardedModel, ShardedNorm
 from model_check.engine.split_adamw import SplitAdamW
 from model_check.engine.step import TrainStep
-from model_check.engine.worker import check_held_out
 from model_check.errors import UsageError
 from tests.models.test_models_parallelize import on_ranks
 
@@ -68,7 +68,7 @@ def test_all_ranks_skip_a_step_that_is_bad_on_one() -> None:
         step = sharded_step(config(), Place(rank, 2), model)
         before = [p.to_local().clone() for p in model.parameters()]  # type: ignore[operator]
         hook = model.embed.register_forward_hook(lambda m, i, out: out * math.inf if rank == 1 else out)
-        packed = step([(BATCH[:, :-1], BATCH[:, 1:])], 1e-2).packed.tolist()
+        packed = step([(BATCH[:, :-1], BATCH[:, 1:])], 1e-2).tolist()
         hook.remove()
         unchanged = all(
             torch.equal(a, p.to_local())  # type: ignore[operator]
@@ -110,7 +110,7 @@ def test_bf16_states_follow_the_fp32_ones(strategy: str) -> None:
             step = sharded_step(settings, Place(rank, 2))
             if states == "bf16":
                 assert isinstance(step.optimizer, SplitAdamW)
-            curves.append([step([(BATCH[:, :-1], BATCH[:, 1:])], 1e-2).packed[0].item() for _ in range(6)])
+            curves.append([step([(BATCH[:, :-1], BATCH[:, 1:])], 1e-2)[0].item() for _ in range(6)])
             moments = {s["exp_avg"].dtype for s in step.optimizer.state.values()}
             assert moments == {torch.float32 if states == "fp32" else torch.bfloat16}
         return curves
@@ -125,12 +125,12 @@ def test_one_rank_may_shard_too() -> None:
         dist.destroy_process_group()
         step = sharded_step(config(), Place())
         assert isinstance(step.passes, ShardedModel)
-        return step.passes.model.__class__.__name__, step([(BATCH[:, :-1], BATCH[:, 1:])], 1e-3).packed[0].item()
+        return step.passes.model.__class__.__name__, step([(BATCH[:, :-1], BATCH[:, 1:])], 1e-3)[0].item()
 
     [(name, loss)] = on_ranks(1, work)
     assert name == "FSDPLlama"
     plain = sharded_step(load_config(preset="debug"), Place())
-    assert loss == pytest.approx(plain([(BATCH[:, :-1], BATCH[:, 1:])], 1e-3).packed[0].item(), rel=1e-6)
+    assert loss == pytest.approx(plain([(BATCH[:, :-1], BATCH[:, 1:])], 1e-3)[0].item(), rel=1e-6)
 
 
 def test_fsdp_trainer_trains_any_module_as_rank_0_has_it() -> None:

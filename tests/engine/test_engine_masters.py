@@ -13,7 +13,7 @@ from model_check.checkpoint.saver import Saver
 from model_check.checkpoint.shards import load_into
 from model_check.checkpoint.verify import Checkpoint, verify
 from model_check.engine import resume
-from model_check.engine.masters import carry_masters
+from model_check.engine.resume import carry_masters
 from model_check.engine.split_adamw import SplitAdamW, master_of
 
 

@@ -21,12 +21,13 @@ from model_check.checkpoint.peers import Peers
 from model_check.checkpoint.shards import read_tensor
 from model_check.checkpoint.verify import verify
 from model_check.data import Cursor, prepare
-from model_check.engine.data_spec import data_spec
+from model_check.engine.data_and_shape import data_spec
+from model_check.engine.feed import open_loader
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place
-from model_check.engine.saving import Saving, open_saver
+from model_check.engine.saving import Saving
 from model_check.engine.session import Session
-from model_check.engine.worker import assemble, continue_from, fit, open_loader
+from model_check.engine.worker import assemble, continue_from, fit
 from model_check.errors import CheckpointError
 
 
@@ -72,7 +73,7 @@ def train(it: Session, *, until: int, resume: str | None = None, save: bool = Fa
     lineage, _ = continue_from(resume, it, peers)
     saving = None
     if save:
-        saving = Saving(it, open_saver(it.config, peers, lineage=lineage, name="run"), last_step=until)
+        saving = Saving(it, peers, name="run", last_step=until, lineage=lineage)
     steps: list[StepInfo] = []
     fit(it, on_step=steps.append, max_steps=until, saving=saving)
     return steps
@@ -184,11 +185,10 @@ def test_a_model_of_another_width_is_refused_with_its_tensors() -> None:
 
 def test_best_by_validation_loss_is_kept_and_said_in_the_manifest() -> None:
     it = session(**{"checkpoint.interval": 1, "checkpoint.keep": 1})
-    saver = open_saver(it.config, Peers(), lineage=None, name="run")
-    saving = Saving(it, saver, last_step=99)
+    saving = Saving(it, Peers(), name="run", last_step=99)
     losses = [3.0, 1.0, 2.0, 2.5]
     for step, loss in enumerate(losses):
-        info = StepInfo(step, loss, 0.1, 1.0, 1.0, None, 1.0, 0.0, 0.0, 64, False, 0.0, False, val_loss=loss)
+        info = StepInfo(step=step, loss=loss, lr=0.1, grad_norm=1.0, tokens=64, eta_s=0.0, stop=False, val_loss=loss)
         train_once(it)
         saving.save(info, wait=True)
     assert sorted(path.name for path in saving.folder.glob("step_*")) == ["step_00000001", "step_00000003"]
@@ -217,12 +217,11 @@ def test_an_export_that_lies_beside_checkpoints_does_not_stand_in_for_them() -> 
 def test_a_run_whose_last_save_failed_ends_with_that_word() -> None:
     it = session(**{"training.max_steps": 10})
     said: list[str] = []
-    saver = open_saver(it.config, Peers(), lineage=None, name="run")
-    saving = Saving(it, saver, last_step=10, say=said.append)
+    saving = Saving(it, Peers(), name="run", last_step=10, say=said.append)
 
     def on_step(info: StepInfo) -> None:
         if info.step == 7:  # a file where the next save wants its folder
-            layout.staging_folder(saver.lineage, 9, layout.owner()).write_text("in the way")
+            layout.staging_folder(saving.folder, 9, layout.owner()).write_text("in the way")
 
     with pytest.raises(CheckpointError, match="the checkpoint of step 9"):
         fit(it, on_step=on_step, max_steps=10, saving=saving)
@@ -235,7 +234,7 @@ def train_once(it: Session) -> None:
 
 def test_a_checkpoint_holds_the_step_it_was_taken_after_though_training_went_on() -> None:
     it = session(**{"checkpoint.interval": 4})
-    saving = Saving(it, open_saver(it.config, Peers(), lineage=None, name="run"), last_step=12)
+    saving = Saving(it, Peers(), name="run", last_step=12)
     taken: dict[int, dict[str, torch.Tensor]] = {}
     lines: list[float | None] = []
 

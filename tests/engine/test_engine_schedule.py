@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model_check.config.sections import SchedulerSection
 from model_check.engine.schedule import rate_factor
 
 
 def factors(kind: str, warmup: int, steps: int, **options: float) -> list[float]:
-    return [
-        rate_factor(s, kind=kind, warmup_steps=warmup, max_steps=steps, **options)  # type: ignore[arg-type]
-        for s in range(steps)
-    ]
+    schedule = SchedulerSection(type=kind, warmup_steps=warmup, **options)
+    return [rate_factor(step, schedule, steps) for step in range(steps)]
 
 
 def test_constant_is_one_everywhere() -> None:

@@ -37,7 +37,7 @@ def make(precision: str = "fp32", max_grad_norm: float = 0.0, lr: float = 0.1) -
 def test_loss_and_gradient_norm_are_those_of_the_whole_batch() -> None:
     step = make()
     one, two = torch.ones(1, 2), torch.full((1, 2), 2.0)
-    loss, norm, skipped, stop, *_ = step([one, two], 0.0).packed.tolist()
+    loss, norm, skipped, stop, *_ = step([one, two], 0.0).tolist()
     # gradients 2 w x^2: (6, 8) and (24, 32); their mean (15, 20) has norm 25.
     assert loss == pytest.approx((25 + 100) / 2)
     assert norm == pytest.approx(25.0)
@@ -64,18 +64,18 @@ def test_a_non_finite_gradient_changes_nothing_and_is_reported(bad: float) -> No
     step = make(max_grad_norm=1.0)
     step([torch.ones(1, 2)], 0.1)
     before = copy.deepcopy(step.model.state_dict()), copy.deepcopy(step.optimizer.state_dict()["state"])
-    skipped = step([torch.full((1, 2), bad)], 0.1).packed[2].item()
+    skipped = step([torch.full((1, 2), bad)], 0.1)[2].item()
     assert skipped == 1.0
     assert torch.equal(step.model.state_dict()["weight"], before[0]["weight"])
     state = step.optimizer.state_dict()["state"][0]
     assert all(torch.equal(state[k], before[1][0][k]) for k in ("step", "exp_avg", "exp_avg_sq"))
-    assert step([torch.ones(1, 2)], 0.1).packed[2].item() == 0.0
+    assert step([torch.ones(1, 2)], 0.1)[2].item() == 0.0
 
 
 def test_fp16_scales_the_loss_and_recovers_from_an_overflow() -> None:
     step = make("fp16")
     assert step.loss_scale.scale.item() == INITIAL_SCALE
-    _, norm, skipped, *_ = step([torch.ones(1, 2)], 0.0).packed.tolist()
+    _, norm, skipped, *_ = step([torch.ones(1, 2)], 0.0).tolist()
     assert skipped == 0.0
     assert norm == pytest.approx(10.0, rel=1e-3), "the norm is that of the unscaled gradient"
     step([torch.full((1, 2), math.inf)], 0.0)
@@ -83,7 +83,7 @@ def test_fp16_scales_the_loss_and_recovers_from_an_overflow() -> None:
 
 
 def test_a_request_to_stop_travels_with_the_loss() -> None:
-    assert make()([torch.ones(1, 2)], 0.1, stop_requested=True).packed[3].item() == 1.0
+    assert make()([torch.ones(1, 2)], 0.1, stop_requested=True)[3].item() == 1.0
 
 
 def test_norms_and_biases_do_not_decay() -> None:

@@ -37,6 +37,7 @@ class Fault:
     severity: Literal["error", "warning", "info", ""] = ""
     exit_code: int | None = None  # None: any but 0 for an error, 143 where we had to end a job that only hung
     cause: str = ""  # of the finding
+    tensor: str = ""  # part of the finding's
     facts: dict[str, object] = field(default_factory=dict)  # of the finding, among others
     says: tuple[str, ...] = ()  # must appear in title, evidence or fix; {port} and {holder} are filled in
     every_line: bool = False  # all marked lines must be named, not only one of them
@@ -91,8 +92,8 @@ def slow(name: str, codes: str, ranks: tuple[int, ...] | None, **more: object) -
     return Fault(name, frozenset(codes.split()), ranks, SLOW_S, severity="warning", **more)  # type: ignore[arg-type]
 
 
-def leak(name: str, ranks: tuple[int, ...], *says: str) -> Fault:
-    return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", says=says)
+def leak(name: str, ranks: tuple[int, ...], facts: dict[str, object]) -> Fault:
+    return Fault(name, frozenset({"MC705"}), ranks, TREND_S, severity="warning", facts=facts)
 
 
 def raised(exception: str, message: str = "") -> dict[str, object]:
@@ -105,78 +106,214 @@ _NO_MODULE = raised("ModuleNotFoundError", "No module named 'fast_tokenizer_kern
 _KILLED = {"signal": "SIGKILL", "last_recorded": True}
 
 MISMATCHES = (
-    hang("order_mismatch", "MC201", (1,), severity="error", says=("broadcast", "all_reduce")),
-    hang("order_mismatch_first_step", "MC201", (2,), nproc=3, severity="error", says=("all_gather", "all_reduce")),
-    hang("order_mismatch_subgroup", "MC201", (3,), nproc=4, severity="error", says=("broadcast", "all_reduce")),
-    hang("swapped_pair", "MC208", (1,), says=("all_reduce",)),
-    hang("swapped_pair_sets", "MC208", (2,), nproc=3, says=("all_reduce",)),
-    hang("fsdp_branches_swapped", "MC208", (1,), says=("all_gather",)),
-    hang("fsdp_layers_swapped", "MC208", (0,), nproc=4, says=("layers.1", "layers.2")),
-    hang("dtype_mismatch", "MC203", (1,), severity="error", says=("int32", "float32")),
-    hang("dtype_mismatch_half", "MC203", (2,), nproc=3, severity="error", says=("float16", "bfloat16")),
-    hang("shape_mismatch", "MC202", (1,), severity="error", says=("16", "11")),
-    hang("shape_mismatch_reduce", "MC202", (0,), nproc=3, severity="error", says=("128", "100")),
+    hang("order_mismatch", "MC201", (1,), severity="error", facts={"op": "broadcast", "peers_op": "all_reduce"}),
+    hang(
+        "order_mismatch_first_step",
+        "MC201",
+        (2,),
+        nproc=3,
+        severity="error",
+        facts={"op": "all_gather", "peers_op": "all_reduce"},
+    ),
+    hang(
+        "order_mismatch_subgroup",
+        "MC201",
+        (3,),
+        nproc=4,
+        severity="error",
+        facts={"op": "broadcast", "peers_op": "all_reduce"},
+    ),
+    hang("swapped_pair", "MC208", (1,), facts={"op": "all_reduce", "peers_op": "all_reduce"}),
+    hang("swapped_pair_sets", "MC208", (2,), nproc=3, facts={"op": "all_reduce", "peers_op": "all_reduce"}),
+    hang("fsdp_branches_swapped", "MC208", (1,), facts={"op": "all_gather"}),
+    hang("fsdp_layers_swapped", "MC208", (0,), nproc=4, facts={"unit": "layers.2", "peers_unit": "layers.1"}),
+    hang("dtype_mismatch", "MC203", (1,), severity="error", facts={"dtype": "int32", "peers_dtype": "float32"}),
+    hang(
+        "dtype_mismatch_half",
+        "MC203",
+        (2,),
+        nproc=3,
+        severity="error",
+        facts={"dtype": "float16", "peers_dtype": "bfloat16"},
+    ),
+    hang("shape_mismatch", "MC202", (1,), severity="error", facts={"shape": [11], "peers_shape": [16]}),
+    hang(
+        "shape_mismatch_reduce",
+        "MC202",
+        (0,),
+        nproc=3,
+        severity="error",
+        facts={"shape": [128, 16], "peers_shape": [100, 16]},
+    ),
     # A rank that leaves out a collective and one that adds one leave the same traces when its peers' next call differs
     # in kind: the history of its own steps tells which it was.
     hang("skip_step", "MC206", (1,), severity="error"),
-    hang("skip_reduce", "MC206", (2,), nproc=3, severity="error", says=("all_reduce", "barrier")),
-    hang("skip_async_reduce", "MC206", (0,), severity="error", says=("all_reduce", "broadcast")),
-    hang("extra_collective", "MC207", (0,), severity="error", says=("all_gather",)),
-    hang("extra_reduce_in_eval", "MC207", (1,), nproc=3, severity="error", says=("all_reduce", "barrier")),
-    hang("barrier_rank0", "MC206 MC207", (0,), severity="error", says=("barrier",)),
-    hang("barrier_rank0_at_end", "MC206 MC207", (0,), severity="error", says=("barrier",)),
-    hang("fsdp_save_rank0", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
-    hang("accumulate_mismatch", "MC206", (1,), severity="error", says=("all_reduce",)),
+    hang("skip_reduce", "MC206", (2,), nproc=3, severity="error", facts={"op": "barrier", "peers_op": "all_reduce"}),
+    hang("skip_async_reduce", "MC206", (0,), severity="error", facts={"op": "broadcast", "peers_op": "all_reduce"}),
+    hang("extra_collective", "MC207", (0,), severity="error", facts={"op": "all_gather"}),
+    hang(
+        "extra_reduce_in_eval",
+        "MC207",
+        (1,),
+        nproc=3,
+        severity="error",
+        facts={"op": "all_reduce", "peers_op": "barrier"},
+    ),
+    hang("barrier_rank0", "MC206 MC207", (0,), severity="error", facts={"op": "barrier"}),
+    hang("barrier_rank0_at_end", "MC206 MC207", (0,), severity="error", facts={"op": "barrier"}),
+    hang("fsdp_save_rank0", "MC206 MC207", (0,), severity="error", facts={"op": "all_gather"}),
+    hang("accumulate_mismatch", "MC206", (1,), severity="error", facts={"op": "barrier", "peers_op": "all_reduce"}),
     hang("ddp_unused_branch", "MC301 MC206", (1,), severity="error"),
-    hang("root_mismatch", "MC221", (2,), nproc=4, severity="error", says=("root 1", "ranks 0, 1 and 3 used root 0")),
-    hang("barrier_rank0_after_loader", "MC206 MC207", (0,), severity="error", says=("barrier", "all_reduce")),
-    hang("validate_rank0_ddp", "MC206 MC207", (0,), severity="error", says=("if rank == 0", "barrier")),
-    hang("barrier_some_ranks", "MC206", (0, 1), nproc=3, severity="error", says=("if rank in (0, 1)", "all_reduce")),
-    hang("zero_consolidate_rank0", "MC206 MC207", (0,), severity="error", says=("broadcast", "all_reduce")),
-    hang("reduction_mismatch", "MC223", (1,), severity="error", says=("by max", "by sum")),
+    hang(
+        "root_mismatch", "MC221", (2,), nproc=4, severity="error", facts={"op": "broadcast", "root": 1, "peers_root": 0}
+    ),
+    hang(
+        "barrier_rank0_after_loader",
+        "MC206 MC207",
+        (0,),
+        severity="error",
+        facts={"op": "barrier", "peers_op": "all_reduce"},
+    ),
+    hang(
+        "validate_rank0_ddp",
+        "MC206 MC207",
+        (0,),
+        severity="error",
+        facts={"op": "all_reduce", "peers_op": "barrier", "condition": "if rank == 0"},
+    ),
+    hang(
+        "barrier_some_ranks",
+        "MC206",
+        (0, 1),
+        nproc=3,
+        severity="error",
+        facts={"op": "barrier", "peers_op": "all_reduce", "condition": "if rank in (0, 1)"},
+    ),
+    hang(
+        "zero_consolidate_rank0",
+        "MC206 MC207",
+        (0,),
+        severity="error",
+        facts={"op": "broadcast", "peers_op": "all_reduce"},
+    ),
+    hang("reduction_mismatch", "MC223", (1,), severity="error", facts={"reduction": "max", "peers_reduction": "sum"}),
     # All ranks of a circle wait; to blame is who came there by a call that it never made at that place before.
-    hang("p2p_cycle", "MC218", (0,), severity="error", says=("recv",)),
-    hang("group_cycle", "MC218", (1, 2), nproc=3, severity="error"),
-    hang("message_left_out", "MC218", (2,), nproc=3, severity="error", says=("send to rank 1", "all_reduce")),
-    hang("ring_wrong_neighbour", "MC218", (2,), nproc=4, severity="error", says=("recv from rank 3",)),
-    hang("receive_once_too_often", "MC218", (0,), nproc=3, severity="error", says=("recv", "barrier")),
-    hang("receive_alone", "MC218", (1,), nproc=3, says=("recv from rank 2", "all_reduce")),
+    hang(
+        "p2p_cycle",
+        "MC218",
+        (0,),
+        severity="error",
+        cause="left_its_order",
+        facts={"waits_in": {"0": "recv from rank 1", "1": "recv from rank 0"}},
+    ),
+    hang("group_cycle", "MC218", (1, 2), nproc=3, severity="error", cause="left_its_order"),
+    hang("message_left_out", "MC218", (2,), nproc=3, severity="error", cause="left_its_order"),
+    hang("ring_wrong_neighbour", "MC218", (2,), nproc=4, severity="error", cause="wrong_peer"),
+    hang(
+        "receive_once_too_often",
+        "MC218",
+        (0,),
+        nproc=3,
+        severity="error",
+        cause="left_its_order",
+        facts={"waits_in": {"0": "recv", "1": "barrier", "2": "barrier"}},
+    ),
+    hang(
+        "receive_alone",
+        "MC218",
+        (1,),
+        nproc=3,
+        cause="left_its_order",
+        facts={"waits_in": {"0": "all_reduce", "1": "recv from rank 2", "2": "all_reduce"}},
+    ),
     # A DDP wait inside backward has no record of its own, so the circle is observed, not proven.
-    hang("receive_beside_ddp", "MC218", (1,), nproc=3, severity="warning", says=("recv from rank 0", "all_reduce")),
-    hang("barrier_part_of_group", "MC218", (0, 1), nproc=4, severity="warning", says=("barrier", "ranks 0,1,2")),
-    hang("groups_other_order", "MC201", (2,), nproc=3, says=("ranks 0,1", "ranks 1,2")),
+    hang(
+        "receive_beside_ddp",
+        "MC218",
+        (1,),
+        nproc=3,
+        severity="warning",
+        cause="left_its_order",
+        facts={"waits_in": {"0": "all_reduce", "1": "recv from rank 0", "2": "all_reduce"}},
+    ),
+    hang("barrier_part_of_group", "MC218", (0, 1), nproc=4, severity="warning", cause="left_its_order"),
+    hang(
+        "groups_other_order",
+        "MC201",
+        (2,),
+        nproc=3,
+        cause="groups",
+        facts={"groups": {"0": "ranks 0,1", "1": "ranks 0,1", "2": "ranks 1,2"}},
+    ),
     # The minority is the suspect even if its peers' call is inside a condition that only excludes it.
-    hang("skip_by_condition", "MC206", (2,), nproc=3, severity="error", says=("if rank != 2", "all_reduce")),
-    hang("skip_one_broadcast", "MC206", (1,), nproc=3, severity="error", says=("broadcast", "all_reduce")),
-    hang("skip_by_early_return", "MC206", (0,), nproc=3, severity="error", says=("if rank == 0: return",)),
+    hang(
+        "skip_by_condition",
+        "MC206",
+        (2,),
+        nproc=3,
+        severity="error",
+        facts={"op": "barrier", "peers_op": "all_reduce", "condition": "if rank != 2"},
+    ),
+    hang(
+        "skip_one_broadcast",
+        "MC206",
+        (1,),
+        nproc=3,
+        severity="error",
+        facts={"op": "all_reduce", "peers_op": "broadcast"},
+    ),
+    hang(
+        "skip_by_early_return",
+        "MC206",
+        (0,),
+        nproc=3,
+        severity="error",
+        facts={"condition": "if rank == 0: return None"},
+    ),
 )
 
 STUCK = (
-    hang("loader_stuck", "MC204", (1,), severity="warning"),
-    hang("loader_worker_stuck", "MC204", (0,), severity="warning"),
+    hang("loader_stuck", "MC204", (1,), severity="warning", cause="rank"),
+    hang("loader_worker_stuck", "MC204", (0,), severity="warning", cause="worker"),
     hang("loader_iterable_stuck", "MC204", (1,), severity="warning"),
-    hang("uneven_data", "MC205", (1,), severity="error", says=("barrier",)),
-    hang("uneven_data_return", "MC205", (2,), nproc=3, severity="error"),
-    hang("uneven_epoch_eval", "MC205", (1,), severity="error", says=("all_gather", "all_reduce")),
-    hang("eval_batches_differ", "MC205", (1,), severity="error", says=("all_reduce",)),
-    hang("uneven_batches", "MC205", (0,), severity="error", says=("22 steps",)),
-    hang("uneven_steps", "MC205", (2,), nproc=3, severity="error", says=("18 steps",)),
-    hang("uneven_steps_in_function", "MC205", (2,), nproc=3, severity="error", says=("28 steps",)),
-    hang("stopped", "MC209", (1,), severity="warning", says=("SIGSTOP",)),
+    hang(
+        "uneven_data", "MC205", (1,), severity="error", cause="data", facts={"op": "barrier", "peers_op": "all_reduce"}
+    ),
+    hang("uneven_data_return", "MC205", (2,), nproc=3, severity="error", cause="data"),
+    hang(
+        "uneven_epoch_eval",
+        "MC205",
+        (1,),
+        severity="error",
+        cause="data",
+        facts={"op": "all_gather", "peers_op": "all_reduce"},
+    ),
+    hang("eval_batches_differ", "MC205", (1,), severity="error", cause="data"),
+    hang("uneven_batches", "MC205", (0,), severity="error", cause="steps", facts={"steps": 22}),
+    hang("uneven_steps", "MC205", (2,), nproc=3, severity="error", cause="steps", facts={"steps": 18}),
+    hang("uneven_steps_in_function", "MC205", (2,), nproc=3, severity="error", cause="steps", facts={"steps": 28}),
+    hang("stopped", "MC209", (1,), severity="warning"),
     hang("gil_held", "MC210", (1,), severity="warning"),
     hang("gil_held_regex", "MC210", (0,), severity="warning"),
-    hang("lock_deadlock", "MC211", (1,), severity="warning", every_line=True),
-    hang("lock_taken_twice", "MC211", (0,), severity="warning"),
-    hang("helper_thread_dies", "MC222", (1,), severity="warning", says=("prefetch", "KeyError"), every_line=True),
+    hang("lock_deadlock", "MC211", (1,), severity="warning", every_line=True, cause="locks"),
+    hang("lock_taken_twice", "MC211", (0,), severity="warning", cause="lock"),
+    hang(
+        "helper_thread_dies",
+        "MC222",
+        (1,),
+        severity="warning",
+        every_line=True,
+        facts={"thread": "prefetch", "exception": "KeyError"},
+    ),
     hang("busy_loop", "MC212", (1,), severity="warning"),
     hang("livelock_polling", "MC212", (0,), severity="warning"),
     hang("never_joins", "MC102", (2,), nproc=3, severity="warning"),
     hang("write_stuck", "MC213", (0,), severity="warning"),
     hang("write_stuck_pipe", "MC213", (1,), severity="warning"),
-    hang("read_stuck_pipe", "MC219", (1,), severity="warning", says=("reading", "pipe")),
-    hang("read_stuck_fifo", "MC219", (0,), severity="warning", says=("to open a file for reading", "who should write")),
-    hang("load_stuck_fifo", "MC219", (1,), severity="warning", says=("to open a file", "who should write")),
-    hang("file_lock_held", "MC219", (0,), severity="warning", says=("for the lock of", "lslocks")),
+    hang("read_stuck_pipe", "MC219", (1,), severity="warning", cause="reading", facts={"file": "a pipe"}),
+    hang("read_stuck_fifo", "MC219", (0,), severity="warning", cause="opening"),
+    hang("load_stuck_fifo", "MC219", (1,), severity="warning", cause="opening"),
+    hang("file_lock_held", "MC219", (0,), severity="warning", cause="file_lock"),
     hang(
         "tracker_stuck", "MC214", (0,), severity="warning", environment={"WANDB_BASE_URL": "http://127.0.0.1:{silent}"}
     ),
@@ -187,11 +324,11 @@ STUCK = (
         severity="warning",
         environment={"HF_ENDPOINT": "http://127.0.0.1:{silent}", "HF_HUB_ETAG_TIMEOUT": "900"},
     ),
-    hang("stdin_wait", "MC215", (0,), severity="warning", stdin="open"),
-    hang("breakpoint_left", "MC215", (1,), severity="warning", stdin="open"),
-    hang("stuck_subprocess", "MC219", (1,), severity="warning", says=("sleep",)),
+    hang("stdin_wait", "MC215", (0,), severity="warning", stdin="open", cause="input"),
+    hang("breakpoint_left", "MC215", (1,), severity="warning", stdin="open", cause="debugger"),
+    hang("stuck_subprocess", "MC219", (1,), severity="warning", cause="own_code", facts={"children": ["sleep"]}),
     hang("group_timeout", "MC219", (1,), severity="error", exit_code=1, says=("gave up", "4000ms")),
-    hang("stuck_sleep_in_forward", "MC219", (3,), nproc=4, severity="warning"),
+    hang("stuck_sleep_in_forward", "MC219", (3,), nproc=4, severity="warning", cause="own_code"),
 )
 
 CRASHES = (
@@ -252,7 +389,7 @@ CRASHES = (
     crash("weights_cut_off", "MC601", (0, 1), exit_code=1, says=("model.safetensors", "SafetensorError")),
     crash("pickle_cut_off", "MC601", (0,), exit_code=1, says=("UnpicklingError", "os.replace")),
     crash("import_error", "MC310", (1,), exit_code=1, facts=_NO_MODULE),
-    crash("cuda_device_assert", "MC902", (1,), needs="gpu", says=("token id 100", "100 rows")),
+    crash("cuda_device_assert", "MC902", (1,), needs="gpu", facts={"token": 100, "rows": 100}),
     crash("cuda_index_assert", "MC311", (1,), needs="gpu"),
     crash("cuda_out_of_memory", "MC501", (1,), needs="gpu"),
 )
@@ -271,29 +408,45 @@ STARTS = (
     ),
     slow("every_rank_tracker", "MC109", (0, 1)),
     crash("half_written_cache", "MC110", None, exit_code=1, says=("tokens.pt",)),
-    slow("versions_differ", "MC105", (1,), says=("2.9.1",)),
-    slow("arguments_differ", "MC106", (1,), form="python", says=("3e-3",)),
-    slow("code_differs", "MC106", (1,), nproc=3, form="python", says=("train.py",)),
+    slow("versions_differ", "MC105", (1,), facts={"other": {"torch": {"1": "2.9.1"}}}),
+    slow("arguments_differ", "MC106", (1,), form="python", facts={"differs": ["arguments"]}),
+    slow("code_differs", "MC106", (1,), nproc=3, form="python", facts={"differs": ["hash of train.py"]}),
 )
 
 SLOWNESS = (
-    slow("straggler", "MC701", (1,)),
-    slow("straggler_in_bursts", "MC701", (1,), says=("now and then",)),
-    slow("loader_in_bursts", "MC701", (2,), nproc=3, says=("now and then",)),
+    slow("straggler", "MC701", (1,), cause="every_step"),
+    slow("straggler_in_bursts", "MC701", (1,), cause="now_and_then"),
+    slow("loader_in_bursts", "MC701", (2,), nproc=3, cause="now_and_then"),
     slow("data_bound", "MC702", (0, 1)),
     slow("oversubscribed", "MC704", None, nproc=4, environment={"OMP_NUM_THREADS": "16"}),
-    leak("leak", (0,), "`history`, a list of", "Tensor float32[2048, 64]", "with its graph"),
-    leak("leak_of_objects", (1,), "`seen`, a dict of", "dict of (sample: str"),
-    leak("leak_in_attribute", (1,), "`outputs`, a deque of", "Tensor float32[512, 64] on cpu"),
+    leak(
+        "leak",
+        (0,),
+        {
+            "name": "history",
+            "container": "list",
+            "item": "tuple of (Tensor float32[] on cpu with its graph, Tensor float32[2048, 64] on cpu)",
+        },
+    ),
+    leak(
+        "leak_of_objects",
+        (1,),
+        {"name": "seen", "container": "dict", "item": "dict of (sample: str, loss: list of (float))"},
+    ),
+    leak(
+        "leak_in_attribute",
+        (1,),
+        {"name": "outputs", "container": "deque", "item": "Tensor float32[512, 64] on cpu"},
+    ),
 )
 
 FRAMEWORKS = (
     hang("lightning_rank0_log", "MC206 MC207", (0,), severity="error"),
     crash("trainer_collator_fails", "MC301", (1,), exit_code=1, facts=raised("KeyError", "'labels'")),
     hang("accelerate_gather_main", "MC206 MC207", (0,), severity="error", says=("all_gather",)),
-    slow("lightning_nan_sample", "MC404", (1,), says=("samples of the batch 5", "dataset index")),
-    slow("trainer_nan_in_loss", "MC401", (1,), says=("add in the loss code",)),
-    slow("trainer_log_of_zero", "MC401", (1,), says=("takes the logarithm of 0", "loss code")),
+    slow("lightning_nan_sample", "MC404", (1,), facts={"samples": [5]}, says=("dataset index",)),
+    slow("trainer_nan_in_loss", "MC401", (1,), cause="loss_code", facts={"op": "add"}),
+    slow("trainer_log_of_zero", "MC401", (1,), cause="loss_code", facts={"problem": "logarithm"}),
 )
 
 OTHER_LAUNCHERS = (
@@ -304,46 +457,60 @@ OTHER_LAUNCHERS = (
 )
 
 NUMERICS = (
-    slow("nan_sample", "MC404", (1,), says=("samples of the batch 5",)),
-    slow("nan_in_dataset", "MC404", (0,), says=("dataset index 237 (sample 7 of the batch)",)),
-    slow("sqrt_at_zero", "MC402", (0,), says=("sqrt", "loss is finite")),
-    slow("root_in_loss", "MC402", (1,), says=("sqrt", "loss code")),
-    crash("half_overflow", "MC403", (0,), exit_code=1, flags=("--guard", "halt"), says=("65504", "wide")),
-    slow("rate_spike", "MC405", (0, 1), says=("0.001", "100")),
-    slow("exploding", "MC406", (0, 1), says=("gradient norm",)),
-    slow("empty_mask", "MC408", (1,), says=("divides by a sum that is 0",)),
-    slow("nan_to_the_end", "MC408", (1,), says=("divides by a sum that is 0",)),
-    slow("weights_too_large", "MC407", (0, 1), says=("layers",)),
-    slow("log_of_zero", "MC401", (1,), says=("log", "Policy")),
+    slow("nan_sample", "MC404", (1,), facts={"samples": [5]}),
+    slow("nan_in_dataset", "MC404", (0,), facts={"samples": [7], "dataset_indices": [237]}),
+    slow("sqrt_at_zero", "MC402", (0,), cause="model", facts={"op": "sqrt"}),
+    slow("root_in_loss", "MC402", (1,), cause="loss_code", facts={"op": "sqrt"}),
+    crash("half_overflow", "MC403", (0,), exit_code=1, flags=("--guard", "halt"), facts={"module": "wide"}),
+    slow("rate_spike", "MC405", (0, 1), facts={"rates": [0.001, 100.0]}),
+    slow("exploding", "MC406", (0, 1)),
+    slow("empty_mask", "MC408", (1,), cause="loss_code", facts={"problem": "empty_sum"}),
+    slow("nan_to_the_end", "MC408", (1,), cause="loss_code", facts={"problem": "empty_sum"}),
+    slow("weights_too_large", "MC407", (0, 1), cause="model"),
+    slow("log_of_zero", "MC401", (1,), cause="model", facts={"op": "log", "module": "Policy"}),
     # Models that cannot be run again, or come out finite the second time: their graph shows the operation.
-    slow("nan_counting_module", "MC401", (0,), says=("div in the forward of Net", "run once more, it is finite")),
-    slow("nan_in_encoder", "MC408", (1,), says=("Encoder",)),
-    slow("nan_under_fsdp", "MC401", (1,), says=("div in the forward of Net: it divides by 0",)),
+    slow("nan_counting_module", "MC401", (0,), facts={"op": "div", "module": "Net", "finite_again": True}),
+    slow("nan_in_encoder", "MC408", (1,), facts={"module": "Encoder"}),
+    slow("nan_under_fsdp", "MC401", (1,), facts={"op": "div", "module": "Net", "problem": "zero_divisor"}),
     # One number of one gradient far from the loss, of more than twenty buckets or sharded modules.
-    slow("nan_late_bucket", "MC402", (1,), says=("layers.2",)),
-    slow("nan_late_unit", "MC402", (1,), says=("layers.2",)),
-    slow("norm_in_place", "MC401", (1,), says=("changes its own input in place",)),
-    slow("replica_drift", "MC410", (2,), nproc=3, says=("head.bias", "step 20", "step 30")),
-    slow("replicas_never_alike", "MC410", (0, 1), says=("0.weight", "began with different weights")),
-    slow("replica_skips_average", "MC410", (2,), nproc=3, says=("step 20", "step 10")),
-    slow("same_data", "MC412", (0, 1), says=("same batch",)),
+    slow("nan_late_bucket", "MC402", (1,), tensor="layers.2"),
+    slow("nan_late_unit", "MC402", (1,), tensor="layers.2"),
+    slow("norm_in_place", "MC401", (1,), facts={"changes_its_input": True}),
+    slow("replica_drift", "MC410", (2,), nproc=3, tensor="head.bias", facts={"majority": True, "last_alike": 20}),
+    slow("replicas_never_alike", "MC410", (0, 1), cause="from_the_start", tensor="0.weight"),
+    slow("replica_skips_average", "MC410", (2,), nproc=3, cause="changed", facts={"last_alike": 10}),
+    slow("same_data", "MC412", (0, 1)),
     # The script itself sees the number and stops: that is what followed from it.
-    crash("nan_loss_raises", "MC408", (1,), exit_code=1, says=("rank 1 then raised ValueError: loss is nan",)),
-    crash("nan_loss_exits", "MC401", (1,), exit_code=3, says=("log", "then exited with code 3")),
-    crash("clip_raises", "MC402", (1,), exit_code=1, says=("sqrt", "ranks 0 and 1 then raised RuntimeError")),
+    crash(
+        "nan_loss_raises",
+        "MC408",
+        (1,),
+        exit_code=1,
+        facts={"ended_by": {"ranks": [1], "exception": "ValueError", "message": "loss is nan"}},
+    ),
+    crash("nan_loss_exits", "MC401", (1,), exit_code=3, facts={"op": "log"}, says=("then exited with code 3",)),
+    crash(
+        "clip_raises",
+        "MC402",
+        (1,),
+        exit_code=1,
+        facts={"op": "sqrt"},
+        says=("ranks 0 and 1 then raised RuntimeError",),
+    ),
     crash("loss_too_large", "MC301", (1,), exit_code=1, facts=raised("ValueError")),
-    crash("token_without_row", "MC902", (1,), exit_code=1, says=("117", "100 rows", "tokens")),
+    crash("token_without_row", "MC902", (1,), exit_code=1, tensor="tokens", facts={"token": 117, "rows": 100}),
 )
 
 # Nothing is broken yet: the run ends as it would have without us.
 TRENDS = (
-    slow("loss_spike", "MC413", (0,), nproc=1, exit_code=0, says=("at step 140", "3 steps in a row")),
+    slow("loss_spike", "MC413", (0,), nproc=1, exit_code=0, cause="spike", says=("at step 140",)),
     slow(
         "rate_too_small",
         "MC414",
         (0, 1),
         exit_code=0,
-        says=("learning rate 3e-09", "ln(64) is 4.159", "rate is too small", "moved a weight by"),
+        cause="rate_too_small",
+        facts={"rates": [3e-9], "choices": 64},
     ),
     slow(
         "dead_layer",
@@ -351,9 +518,11 @@ TRENDS = (
         (0,),
         nproc=1,
         exit_code=0,
-        says=("body.weight gets no gradient", "body.bias", "head.weight"),
+        cause="stopped",
+        tensor="body.weight",
+        facts={"without_gradient": ["body.weight", "body.bias", "head.weight"]},
     ),
-    slow("penalty_sign", "MC416", (0, 1), exit_code=0, says=("gradient norm", "largest part of it is that of 2.")),
+    slow("penalty_sign", "MC416", (0, 1), exit_code=0, cause="gradients", tensor="2."),
 )
 
 FAULTS: tuple[Fault, ...] = (

@@ -284,6 +284,8 @@ def _wrong_in(finding: dict[str, Any], fault: Fault, values: dict[str, str]) -> 
     problems = []
     if fault.cause and finding.get("cause") != fault.cause:
         problems.append(f"cause {finding.get('cause')!r} instead of {fault.cause!r}")
+    if fault.tensor not in (finding.get("tensor") or ""):
+        problems.append(f"tensor {finding.get('tensor')!r} instead of {fault.tensor!r}")
     facts = finding.get("facts", {})
     problems += [
         f"fact {key} is {facts.get(key)!r} instead of {value!r}"

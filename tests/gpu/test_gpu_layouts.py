@@ -17,7 +17,7 @@ from model_check.engine.optimizer import build_optimizer
 from model_check.engine.place import Place
 from model_check.engine.step import TrainStep
 from model_check.models.attention import attend
-from model_check.models.context import ContextMask, slice_positions
+from model_check.models.context import build_context_mask, slice_positions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,9 +75,9 @@ def trained(*overrides: str, steps: int = STEPS) -> Trained:
     batch = SimpleNamespace(
         tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), document_ids=None, positions=None
     )
-    found = [step([batch, batch], 1e-3).packed[0].item()]
+    found = [step([batch, batch], 1e-3)[0].item()]
     torch.cuda.reset_peak_memory_stats()
-    found += [step([batch, batch], 1e-3).packed[0].item() for _ in range(steps - 1)]
+    found += [step([batch, batch], 1e-3)[0].item() for _ in range(steps - 1)]
     torch.cuda.synchronize()
     blocks = [sum(p.numel() for p in layer.parameters()) for layer in arranged.bare_model.layers]
     return Trained(
@@ -148,7 +148,7 @@ def test_the_slices_of_a_sequence_attend_as_the_whole_does(ranks: int) -> None:
     slices = [slice_positions(1024, rank, ranks).cuda() for rank in range(ranks)]
     gathered = torch.cat(slices)
     for rank, kept in enumerate(slices):
-        mask = ContextMask(rank, ranks)("flex", query[:, kept], None)
+        mask = build_context_mask(rank, ranks, "flex", query[:, kept], None)
         found = attend(query[:, kept], key[:, gathered], value[:, gathered], "flex", mask)
         # Two kernels round the same bf16 sums in their own order: 2**-8 of values around 1.
         assert torch.allclose(found, whole[:, kept], atol=0.02)

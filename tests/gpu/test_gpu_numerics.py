@@ -146,12 +146,12 @@ def test_a_compiled_llama_is_replayed_line_by_line(run_dir: RunDir, recompute: s
     tokens = torch.randint(0, 4096, (2, 129), device="cuda")
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     state = RandomState.capture(place.device)
-    assert step([batch], 1e-4).packed[2].item() == 0.0
+    assert step([batch], 1e-4)[2].item() == 0.0
     inner = arranged.bare_model.layers[1].feed_forward  # type: ignore[index,union-attr]
     with torch.no_grad():
         inner.w1.weight.mul_(1e24)  # type: ignore[union-attr,operator]
         inner.w3.weight.mul_(1e24)  # type: ignore[union-attr,operator]
-    assert step([batch], 1e-4).packed[5].item() == 1.0
+    assert step([batch], 1e-4)[5].item() == 1.0
     replayed = Replayer(step, arranged.bare_model).replay(StepInputs(1, 1e-4, (batch,), state), 1.0)
     assert replayed.own_fault and replayed.origin is not None
     assert (replayed.origin.direction, replayed.origin.site.module) == ("forward", "layers.1.feed_forward")
@@ -188,7 +188,7 @@ def test_a_healthy_run_never_waits_for_the_device(run_dir: RunDir) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         RandomState.capture(place.device)
-        packed = step([batch], 1e-3).packed
+        packed = step([batch], 1e-3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert packed[5].item() == 0.0

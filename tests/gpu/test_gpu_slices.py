@@ -46,7 +46,7 @@ tokens = torch.randint(0, 1024, (2, 257), generator=torch.Generator().manual_see
 batch = SimpleNamespace(
     tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), document_ids=None, positions=None
 )
-losses = [step([batch], 1e-3).packed[0].item() for _ in range(4)]
+losses = [step([batch], 1e-3)[0].item() for _ in range(4)]
 gradient = arranged.bare_model.tok_embed.weight.grad.to_local().norm().item()
 print(json.dumps({"losses": losses, "embedding_gradient": gradient}))
 dist.destroy_process_group()

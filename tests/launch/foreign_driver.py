@@ -9,7 +9,7 @@ import json
 import os
 import sys
 
-from model_check.launch.injection import injected_environment
+from model_check.launch.foreign import injected_environment
 from model_check.numerics.bootstrap import inject_path
 from model_check.record import RunDir, Verdict
 from model_check.supervise.supervisor import Supervisor

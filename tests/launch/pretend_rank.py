@@ -1,6 +1,7 @@
 """A process that pretends to be a rank: it writes a black box and does what it is told on standard input.
 
-One command per line, one `ok` per command: `step`, `begin PHASE`, `end`, `spin`, `block`, `exit CODE`. No torch.
+One command per line, one `ok` per command: `step`, `begin PHASE`, `end`, `spin`, `write BYTES`, `block`, `exit CODE`.
+No torch.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ def main(run_dir: str, rank: int) -> None:
             recorder.end(*spans.pop())
         elif command == "spin":
             threading.Thread(target=spin_for_ever, daemon=True).start()
+        elif command == "write":
+            with open(os.devnull, "wb", buffering=0) as nowhere:
+                nowhere.write(bytes(int(argument)))
         elif command == "block":
             print("ok", flush=True)
             block()

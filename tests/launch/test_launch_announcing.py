@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from model_check.diagnose import render
 from model_check.record import Finding, Verdict
-from model_check.supervise.announcements import Announcements
+from model_check.supervise.announcements import Announcements, CalmLine
 
 _STUCK = Finding(
     "MC204",
@@ -122,7 +122,7 @@ def test_a_stall_that_is_over_takes_no_trend_back() -> None:
 
 def test_a_calm_line_is_said_again_only_for_a_wait_that_lasts_twice_as_long() -> None:
     announcements = Announcements(lambda verdict: None)
-    assert announcements.is_news("rank 0 has been saving for 6 s", 6.0)
-    assert not announcements.is_news("rank 0 has been saving for 7 s", 7.0)
-    assert announcements.is_news("rank 1 has been saving for 6 s", 6.0)
-    assert announcements.is_news("rank 0 has been saving for 12 s", 12.0)
+    assert announcements.is_news(CalmLine("rank 0 saves", "rank 0 has been saving for 6 s"), 6.0)
+    assert not announcements.is_news(CalmLine("rank 0 saves", "rank 0 has been saving for 7 s"), 7.0)
+    assert announcements.is_news(CalmLine("rank 1 saves", "rank 1 has been saving for 6 s"), 6.0)
+    assert announcements.is_news(CalmLine("rank 0 saves", "rank 0 has been saving for 12 s"), 12.0)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import pytest
 from launch_jobs import StartJob, is_gone, wait_until
 
+from model_check.launch.signals import KEY_REPEATED_WITHIN_S
 from model_check.record import read_jsonl
 from tests.conftest import BIN, Shell
 from tests.signals import hear_signals
@@ -167,6 +169,8 @@ def test_a_second_ctrl_c_ends_the_children_of_a_clean_rank_too(
     launcher.process.send_signal(signal.SIGINT)
     launcher.wait_for("heard-1")
     assert [pid for pid in clean if is_gone(pid)] == []
+    asked_at = time.monotonic()
+    wait_until(lambda: time.monotonic() > asked_at + KEY_REPEATED_WITHIN_S, 30.0)
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.process.wait(timeout=30) == 130, launcher.said.read_text()
     for pid in [*clean, *launcher.children(1)]:

@@ -17,7 +17,7 @@ from launch_jobs import wait_until
 
 from model_check.blackbox.gate import Gate, GatePlan
 from model_check.errors import UsageError
-from model_check.launch.gate import IMPORT_NEED_BYTES, free_memory, patience, slot_count
+from model_check.launch.gate import free_memory, patience, slot_count
 from tests.conftest import Shell
 
 _HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ StartHolder = Callable[..., Holder]
     ],
 )
 def test_slots_follow_memory_and_cores(nproc: int, free_gb: float, cores: int, expected: int) -> None:
-    assert slot_count(nproc, free_bytes=int(free_gb * _GB), cores=cores, need_bytes=IMPORT_NEED_BYTES) == expected
+    assert slot_count(nproc, free_bytes=int(free_gb * _GB), cores=cores) == expected
 
 
 def test_free_memory_is_no_more_than_the_machine_has() -> None:

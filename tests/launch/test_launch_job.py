@@ -10,7 +10,7 @@ import psutil
 import pytest
 from launch_jobs import StartJob, is_gone, wait_until
 
-from model_check.launch.signals import REPEATED_WITHIN_S
+from model_check.launch.signals import KEY_REPEATED_WITHIN_S, REPEATED_WITHIN_S
 from model_check.record import read_jsonl
 
 
@@ -126,6 +126,8 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(start_job: StartJob) -> Non
     job.wait_for("ready-0", "ready-1")
     job.send(signal.SIGINT)
     wait_until(lambda: any(e["event"] == "signal_sent" for e in job.events))
+    asked_at = time.monotonic()
+    wait_until(lambda: time.monotonic() > asked_at + KEY_REPEATED_WITHIN_S)
     job.send(signal.SIGINT)
     assert job.wait() == 130
     assert {e["signal"] for e in job.events if e["event"] == "rank_exited"} == {signal.SIGKILL}

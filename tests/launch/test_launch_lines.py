@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_check.launch.console import Console, ConsoleOptions
-from model_check.launch.loglines import clean, fitted, labelled
-from model_check.launch.tail import LONGEST_LINE, LineTail
+from model_check.launch.log_lines import LONGEST_LINE, LineTail, clean, fitted, labelled
 from model_check.record.step_lines import clock, step_line
 
 

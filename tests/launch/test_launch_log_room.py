@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from model_check.launch.log_room import RESERVED, LogRoom
+from model_check.launch.log_files import RESERVED, LogRoom
 from model_check.record import Verdict
 from tests.conftest import ROOT
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_check.cli.main import main
-from model_check.launch.oldlogs import _NAME, remove_old_logs
+from model_check.launch.log_files import _NAME, remove_old_logs
 from model_check.record import RunDir
 
 _NOW = 2_000_000_000.0
@@ -50,13 +50,13 @@ def test_a_week_is_kept_and_no_more(tmp_path: Path, gone: int) -> None:
 
 
 def test_beyond_a_size_and_a_number_an_hour_is_kept(tmp_path: Path, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model_check.launch.oldlogs.MOST_BYTES", 3 << 12)
+    monkeypatch.setattr("model_check.launch.log_files.MOST_BYTES", 3 << 12)
     names = [f"model_check_logs_{gone}_20330501-{number:06d}" for number in range(6)]
     for number, name in enumerate(names):
         _folder(tmp_path, name, 0.03 + 0.01 * number)  # the newest two within the hour
     remove_old_logs(tmp_path, _NOW)
     assert _left(tmp_path) == set(names[:3])
-    monkeypatch.setattr("model_check.launch.oldlogs.MOST_FOLDERS", 1)
+    monkeypatch.setattr("model_check.launch.log_files.MOST_FOLDERS", 1)
     remove_old_logs(tmp_path, _NOW)
     assert _left(tmp_path) == set(names[:2])
 

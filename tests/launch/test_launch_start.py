@@ -14,9 +14,16 @@ from launch_jobs import wait_until
 
 from model_check.errors import LaunchError, UsageError
 from model_check.launch import Gpu, launch_job
-from model_check.launch.logfiles import LogDir
+from model_check.launch.log_files import LogDir
 from model_check.launch.programs import ColdFunction
-from model_check.launch.signals import REPEATED_WITHIN_S, Requests, StopBeforeStart, StopRequest
+from model_check.launch.signals import (
+    KEY_REPEATED_WITHIN_S,
+    KEYS,
+    REPEATED_WITHIN_S,
+    Requests,
+    StopBeforeStart,
+    StopRequest,
+)
 from model_check.launch.warmstart import preload, why_not_warm
 from model_check.record import RunDir
 
@@ -90,6 +97,20 @@ def test_a_sigterm_repeated_later_ends_the_wait_for_a_save_and_nothing_less_does
         assert (stop.number, stop.again) == (signal.SIGTERM, signal.SIGTERM)
     warned.note(signal.SIGTERM)
     assert (warned.number, warned.again) == (signal.SIGUSR1, None), "the first that asks, long after the warning"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_comes_twice_at_once_is_one_request(key: signal.Signals) -> None:
+    """`timeout -s INT` signals its command and then the whole group; a wrapper passes on what the terminal sent."""
+    with StopRequest(as_received=True) as stop:
+        stop.arm()
+        os.kill(os.getpid(), key)
+        asked_at = time.monotonic()
+        os.kill(os.getpid(), key)
+        assert (stop.number, stop.again) == (key, None)
+        wait_until(lambda: time.monotonic() > asked_at + KEY_REPEATED_WITHIN_S)
+        os.kill(os.getpid(), key)
+        assert (stop.number, stop.again) == (key, key)
 
 
 def test_an_entry_that_a_new_interpreter_cannot_find_is_refused() -> None:

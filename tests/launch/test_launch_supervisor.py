@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from model_check.record import Finding, JsonlWriter, RunDir, Verdict, read_json, read_jsonl
+from model_check.record.events.process import Stalled, StallWithdrawn
 from model_check.record.rank_exits import RankExit
 from model_check.supervise.hooks import EndJob
 from model_check.supervise.supervisor import Limits, Supervisor
@@ -239,6 +240,22 @@ def test_an_idle_hang_is_ended_at_its_limit_and_becomes_an_error(make_job: Any) 
     assert written is not None and written.findings[0].severity == "error"
 
 
+def test_a_job_that_was_suspended_together_with_us_is_not_hung(make_job: Any) -> None:
+    """Ctrl-Z and fg, or a scheduler that suspends jobs: the clock goes on, the ranks do not."""
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5, away_after_s=0.5))
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    assert job.supervisor.poll() is None
+    for rank in job.ranks:
+        rank.tell("step", "begin collective")
+    assert job.supervisor.poll() is None
+    time.sleep(1.0)  # how long all of us are suspended
+    assert job.supervisor.poll() is None
+    assert "stall" not in job.kinds() and not job.supervisor.stalled
+    ending = job.poll_until(lambda: False)  # a hang is found all the same
+    assert ending is not None and ending.reason.startswith("hang: no progress")
+
+
 @pytest.mark.parametrize("io_kill_after_s", [0.0, 0.8])
 def test_uninterruptible_io_is_ended_only_by_a_limit_of_its_own(make_job: Any, io_kill_after_s: float) -> None:
     job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5, io_kill_after_s=io_kill_after_s))
@@ -261,6 +278,28 @@ def test_a_rank_that_computes_is_slow_and_never_ended(make_job: Any) -> None:
     _hang(job)
     job.poll_until(lambda: job.shown)
     assert job.poll_for(2.5) == []
+
+
+def test_a_limit_shorter_than_a_step_does_not_end_ranks_that_compute(make_job: Any) -> None:
+    """Steps of a minute are given five before they are suspected: the limit has passed when the first look is taken."""
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.2))
+    job.ranks[1].tell("spin")
+    _hang(job)
+    assert job.poll_for(2.5) == []
+    assert job.supervisor.stalled
+
+
+def test_a_save_that_moves_little_at_a_time_is_alive(make_job: Any) -> None:
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=1.0))
+    for rank in job.ranks:
+        rank.tell("step", "step")
+    job.ranks[0].tell("begin collective")
+    job.ranks[1].tell("begin save")
+    end = time.monotonic() + 3.0
+    while time.monotonic() < end:
+        job.ranks[1].tell("write 900000")
+        assert job.poll_for(0.1) == []
+    assert job.supervisor.stalled
 
 
 def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(make_job: Any) -> None:
@@ -290,7 +329,7 @@ def test_after_bad_news_of_a_rank_its_peers_are_looked_at_more_often(make_job: A
 
 def test_the_exit_code_is_that_of_the_rank_the_verdict_names(make_job: Any) -> None:
     job = make_job(Finding("MC313", "rank 1 exited with code 3", certainty="proven", ranks=[1], victims=[0]))
-    job.supervisor.journal.write("stall")
+    job.supervisor.journal.write(Stalled())
     exits = [
         RankExit(t=1.0, rank=0, pid=job.ranks[0].process.pid, code=1),
         RankExit(t=2.0, rank=1, pid=job.ranks[1].process.pid, code=3),
@@ -302,7 +341,7 @@ def test_the_exit_code_is_that_of_the_rank_the_verdict_names(make_job: Any) -> N
 
 def test_a_rank_that_we_ended_while_it_was_leaving_keeps_the_code_it_had_announced(make_job: Any) -> None:
     job = make_job(Finding("MC313", "rank 1 exited with code 9", certainty="proven", ranks=[1], victims=[0]))
-    job.supervisor.journal.write("stall")
+    job.supervisor.journal.write(Stalled())
     pids = [rank.process.pid for rank in job.ranks]
     events = JsonlWriter(job.run_dir.events(1))
     events.write({"t": 1.0, "event": "exit", "pid": pids[1], "code": 9, "via": "sys.exit"})
@@ -323,7 +362,7 @@ def test_a_crashed_job_is_left_to_its_own_launcher_first(
     limits = Limits(**{**vars(_QUICK), "own_launcher_s": own_launcher_s})
     crash = Finding("MC301", "rank 1 raised ValueError", certainty="proven", ranks=[1], victims=[0])
     job = make_job(crash, limits=limits)
-    job.supervisor.journal.write("stall")
+    job.supervisor.journal.write(Stalled())
     endings = job.poll_for(1.0)
     assert bool(endings) is ends_at_once
 
@@ -332,7 +371,7 @@ def test_an_interrupted_stall_keeps_its_finding(make_job: Any) -> None:
     job = make_job(WARNING)
     _hang(job)
     job.poll_until(lambda: job.shown)
-    job.supervisor.journal.write("stall_withdrawn")
+    job.supervisor.journal.write(StallWithdrawn())
     verdict = job.supervisor.finish("interrupted", [], 130)
     assert [finding.code for finding in verdict.findings] == ["MC204"]
     assert (verdict.outcome, verdict.exit_code) == ("interrupted", 130)
@@ -353,7 +392,7 @@ def test_the_last_words_of_a_rank_are_heard_at_the_next_turn(make_job: Any) -> N
     raised = Finding("MC301", "rank 1 raised ValueError", certainty="observed", ranks=[1])
     job = make_job(raised, limits=Limits(examine_every_s=1000.0))
     job.supervisor.poll()
-    job.supervisor.journal.write("stall")
+    job.supervisor.journal.write(Stalled())
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         events = JsonlWriter(job.run_dir.events(1))

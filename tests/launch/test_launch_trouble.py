@@ -45,3 +45,36 @@ def test_the_last_verdict_that_cannot_be_written_is_said_and_returned(tmp_path: 
     (line,) = said
     assert line.startswith("the run directory cannot be used") and line.endswith("the verdict is only shown")
     assert not list(run_dir.root.glob(".verdict*")), "nothing half-written is left"
+
+
+GIVES_UP = """\
+import time
+import torch
+import torch.distributed as dist
+
+class Odd(torch.Tensor):
+    @property
+    def nbytes(self):
+        raise RuntimeError("no size")
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in range(30):
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor.as_subclass(Odd) if (rank, step) == (1, 5) else tensor)
+    time.sleep(0.4)
+print("fine")
+time.sleep(5 if rank == 0 else 0)  # a last save, say
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_be_recorded_any_more_trains_on_in_peace(shell: Shell) -> None:
+    (shell.folder / "train.py").write_text(GIVES_UP)
+    words = ["--nproc", "2", "--hang-kill-after-s", "6", "--run-dir", "run", "train.py"]
+    done = shell.model_check("run", *words)
+    assert done.code == 0 and done.out.count("fine") == 2, done.out + done.err
+    verdict = Verdict.read(shell.folder / "run" / "verdict.json")
+    assert verdict is not None and (verdict.outcome, verdict.findings) == ("completed", [])
+    assert any("recording rank 1 failed (RuntimeError" in note for note in verdict.notes)
+    assert "warning[" not in done.err and "error[" not in done.err

@@ -68,19 +68,6 @@ def test_the_plain_path_equals_the_exact_loss() -> None:
         torch.testing.assert_close(ours.double(), truth, atol=2e-6, rtol=1e-5)
 
 
-def test_micro_batches_with_a_common_denominator_add_up_to_the_whole_batch() -> None:
-    hidden, weight, targets = problem(32, 16, 40, ignored=13)
-    whole = with_gradients(fused_linear_cross_entropy, hidden, weight, targets)
-    count = int((targets != IGNORED).sum())
-    parts = [
-        with_gradients(fused_linear_cross_entropy, hidden[part], weight, targets[part], denominator=count)
-        for part in (slice(0, 5), slice(5, 32))
-    ]
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(torch.cat((parts[0][1], parts[1][1])), whole[1], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(parts[0][2] + parts[1][2], whole[2], atol=1e-6, rtol=1e-5)
-
-
 def test_the_gradient_follows_what_is_done_to_the_loss() -> None:
     hidden, weight, targets = problem(12, 8, 20)
     plain = with_gradients(fused_linear_cross_entropy, hidden, weight, targets)
@@ -196,14 +183,6 @@ def test_a_target_outside_the_vocabulary_is_named(wrong: int) -> None:
     targets[3] = wrong
     with pytest.raises(ModelError, match=rf"target token {wrong} is outside the vocabulary of 9"):
         fused_linear_cross_entropy(hidden, weight, targets)
-
-
-def test_kernels_that_do_not_run_here_are_refused() -> None:
-    inputs = problem(4, 4, 9)
-    with pytest.raises(ModelError, match="'cuda' does not exist; choose one of auto, triton, torch"):
-        fused_linear_cross_entropy(*inputs, kernel="cuda")
-    with pytest.raises(ModelError, match="needs triton and a CUDA device, and the model is on cpu"):
-        fused_linear_cross_entropy(*inputs, kernel="triton")
 
 
 def test_asking_for_the_gradients_twice_is_an_error() -> None:

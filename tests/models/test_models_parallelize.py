@@ -31,7 +31,6 @@ from model_check.models import (
     initialize,
     load_pretrained,
     plain_linear_cross_entropy,
-    save_pretrained,
 )
 from model_check.models.context import apply_context_parallel, slice_positions
 from model_check.models.loss import IGNORED
@@ -39,6 +38,7 @@ from model_check.models.parallelize import apply_fully_shard
 from model_check.models.pipeline import keep_stage, layers_of_stage
 from model_check.models.recompute import apply_activation_checkpointing
 from model_check.models.tensor import VocabularyParallelLoss, apply_tensor_parallel
+from tests.models.exported import export
 
 SHAPE = ModelShape(3, 64, 4, 2, 16, 192, 256)
 TOKENS = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -244,7 +244,7 @@ def test_the_vocabulary_parallel_loss_ignores_and_divides_as_the_plain_one() -> 
 
     def gradients(loss_of: Any, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
         h, w = hidden.clone().requires_grad_(), matrix.requires_grad_()
-        loss = loss_of(h, w, targets, denominator=3.0)
+        loss = loss_of(h, w, targets)
         (loss * 5).backward()
         return loss.detach(), h.grad, w.grad.to_local() if isinstance(w.grad, DTensor) else w.grad
 
@@ -299,7 +299,7 @@ def test_sizes_that_tensor_ranks_cannot_share_are_named() -> None:
 
 def test_pretrained_weights_go_into_shards_slices_and_stages(tmp_path: Path) -> None:
     source = build_model(SHAPE, seed=11)
-    save_pretrained(source, tmp_path / "hf")
+    export(source, tmp_path / "hf")
 
     def work(rank: int) -> bool:
         model = cut(SHAPE, 2, 2)

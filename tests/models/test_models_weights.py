@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -15,20 +14,19 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from model_check.config.folder import read_folder_shape
 from model_check.config.shapes import ModelShape, RopeScaling
 from model_check.errors import HubUnavailable, ModelError
 from model_check.models import (
     Llama,
-    build_empty_model,
+    build_meta_model,
     build_model,
     load_pretrained,
-    save_pretrained,
-    shape_from_config,
-    shape_from_pretrained,
 )
+from model_check.models.hub import pretrained_folder
+from tests.models.exported import export
 
 SHAPE = ModelShape(3, 64, 4, 2, 16, 96, 83, max_position=128)
 SCALED = replace(SHAPE, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32), norm_eps=1e-6, rope_theta=250_000.0)
@@ -48,7 +46,7 @@ def test_transformers_generates_the_same_tokens_after_export(
     tmp_path: Path, tied: bool, sharded: bool, dtype: torch.dtype
 ) -> None:
     model = build_model(replace(SCALED, tie_embeddings=tied), seed=4, init_std=0.2, dtype=dtype)
-    folder = save_pretrained(model, tmp_path / "out", max_shard_bytes=30_000 if sharded else 1 << 30)
+    folder = export(model, tmp_path / "out", most=30_000 if sharded else 1 << 30)
     assert len(list(folder.glob("*.safetensors"))) == 1 or sharded
     assert (folder / "model.safetensors.index.json").exists() == sharded
 
@@ -91,9 +89,9 @@ def test_a_transformers_folder_loads_and_computes_the_same(tmp_path: Path) -> No
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
 
-    shape = shape_from_pretrained(tmp_path)
+    shape = read_folder_shape(tmp_path)
     assert shape == SCALED
-    model = build_empty_model(shape)
+    model = build_meta_model(shape).to_empty(device="cpu")
     load_pretrained(model, tmp_path)
     tokens = torch.randint(0, 83, (2, 40))
     with torch.no_grad():
@@ -102,8 +100,8 @@ def test_a_transformers_folder_loads_and_computes_the_same(tmp_path: Path) -> No
 
 def test_a_round_trip_is_bit_exact_and_a_shallower_model_takes_the_first_layers(tmp_path: Path) -> None:
     model = build_model(SCALED, seed=9)
-    save_pretrained(model, tmp_path / "out", max_shard_bytes=40_000)
-    assert shape_from_pretrained(tmp_path / "out") == SCALED
+    export(model, tmp_path / "out", most=40_000)
+    assert read_folder_shape(tmp_path / "out") == SCALED
 
     shallow = build_model(replace(SCALED, num_layers=2), seed=1)
     load_pretrained(shallow, tmp_path / "out")
@@ -113,31 +111,8 @@ def test_a_round_trip_is_bit_exact_and_a_shallower_model_takes_the_first_layers(
         assert torch.equal(weight, weights[name]), name
 
 
-def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "any-name.json"))
-    folder = save_pretrained(
-        build_model(SHAPE), tmp_path / "out", tokenizer_file=tmp_path / "any-name.json", eos_token_id=2
-    )
-    assert AutoTokenizer.from_pretrained(folder)("the cat dog")["input_ids"] == [1, 2, 0]
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 2
-
-
-def test_an_export_never_overwrites_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    model = build_model(SHAPE)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "precious.txt").write_text("keep")
-    with pytest.raises(ModelError, match="exists and is not an empty folder"):
-        save_pretrained(model, tmp_path / "full")
-    with pytest.raises(ModelError, match="cannot be written"):
-        save_pretrained(model, tmp_path / "new", tokenizer_file=tmp_path / "absent.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
-    assert (tmp_path / "full" / "precious.txt").read_text() == "keep"
-
-
 def test_missing_unexpected_and_misshaped_tensors_are_all_listed_before_anything_is_copied(tmp_path: Path) -> None:
-    folder = save_pretrained(build_model(SHAPE, seed=1), tmp_path / "out")
+    folder = export(build_model(SHAPE, seed=1), tmp_path / "out")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
@@ -157,14 +132,14 @@ def test_missing_unexpected_and_misshaped_tensors_are_all_listed_before_anything
 
 
 def test_a_model_deeper_than_the_checkpoint_names_the_missing_layers(tmp_path: Path) -> None:
-    folder = save_pretrained(build_model(SHAPE), tmp_path / "out")
+    folder = export(build_model(SHAPE), tmp_path / "out")
     with pytest.raises(ModelError, match=r"9 missing: model\.layers\.3\..* and 1 more"):
         load_pretrained(build_model(replace(SHAPE, num_layers=4)), folder)
 
 
 def test_damaged_folders_are_named(tmp_path: Path) -> None:
     model = build_model(SHAPE)
-    folder = save_pretrained(model, tmp_path / "out", max_shard_bytes=60_000)
+    folder = export(model, tmp_path / "out", most=60_000)
     shard = sorted(folder.glob("*.safetensors"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
@@ -179,56 +154,13 @@ def test_damaged_folders_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ModelError, match="is not an index of safetensors"):
         load_pretrained(model, folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be read as JSON"):
-        shape_from_pretrained(folder)
-
-
-LLAMA_2 = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "vocab_size": 83,
-}
-
-
-def test_an_old_config_gets_the_defaults_of_transformers() -> None:
-    shape = shape_from_config(LLAMA_2)
-    theirs = LlamaConfig(**LLAMA_2)
-    assert shape.num_kv_heads == theirs.num_key_value_heads == 4
-    assert shape.head_dim == theirs.head_dim == 16
-    assert shape.norm_eps == theirs.rms_norm_eps
-    assert shape.max_position == theirs.max_position_embeddings
-    assert shape.tie_embeddings is theirs.tie_word_embeddings is False
-    assert shape.rope_theta == theirs.rope_parameters["rope_theta"] == 10_000.0
-    assert shape.rope_scaling is None
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"model_type": "gpt2"}, "model_type='gpt2'"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"hidden_size": None}, "hidden_size=None, not a positive whole number"),
-        ({"num_hidden_layers": "3"}, "num_hidden_layers='3', not a positive whole number"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "missing or wrong value"),
-    ],
-)
-def test_configs_that_are_not_plain_llama_are_refused(change: dict, sentence: str) -> None:
-    with pytest.raises(ModelError, match=sentence) as caught:
-        shape_from_config({**LLAMA_2, **change}, "x/config.json")
-    assert caught.value.remedy
 
 
 def test_sources_that_are_neither_folder_nor_hub_id(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no model folder"):
-        shape_from_pretrained(tmp_path / "absent")
+        pretrained_folder(tmp_path / "absent")
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        shape_from_pretrained(tmp_path)
+        pretrained_folder(tmp_path)
 
 
 def test_without_a_network_the_hub_is_not_even_tried(
@@ -246,7 +178,7 @@ def test_without_a_network_the_hub_is_not_even_tried(
     monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{unreachable_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     with pytest.raises(HubUnavailable, match=r"meta-llama/Llama-9 is neither .*model\.init=random") as caught:
-        shape_from_pretrained("meta-llama/Llama-9")
+        pretrained_folder("meta-llama/Llama-9")
     assert asked == [True]
     assert "secret" not in str(caught.value)
 
@@ -261,7 +193,7 @@ def test_a_hub_that_accepts_and_says_nothing_is_asked_once(tmp_path: Path, monke
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
         with pytest.raises(HubUnavailable, match=f"{endpoint} cannot be reached"):
-            shape_from_pretrained("meta-llama/Llama-9")
+            pretrained_folder("meta-llama/Llama-9")
 
 
 @pytest.fixture
@@ -275,14 +207,16 @@ def unreachable_port() -> int:
 def test_loading_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     """A child loads 50 MB of weights into a model that has its memory already: its heap may grow by 10 MB, no more."""
     shape = ModelShape(5, 512, 8, 8, 64, 1024, 64)
-    folder = save_pretrained(build_model(shape), tmp_path / "out", max_shard_bytes=30_000_000)
+    folder = export(build_model(shape), tmp_path / "out", most=30_000_000)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     script = textwrap.dedent(
         """
         import sys, torch
-        from model_check.models import build_empty_model, load_pretrained, shape_from_pretrained
+        from pathlib import Path
+        from model_check.config.folder import read_folder_shape
+        from model_check.models import build_meta_model, load_pretrained
         torch.set_num_threads(1)
-        model = build_empty_model(shape_from_pretrained(sys.argv[1]))
+        model = build_meta_model(read_folder_shape(Path(sys.argv[1]))).to_empty(device="cpu")
         for parameter in model.parameters():
             parameter.data.zero_()
 

@@ -8,7 +8,7 @@ import pytest
 
 from model_check.config import load_config
 from model_check.data import entropy_floor
-from model_check.engine.data_spec import data_spec
+from model_check.engine.data_and_shape import data_spec
 from tests.conftest import Shell
 
 SETTINGS = (

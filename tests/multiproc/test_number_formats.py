@@ -60,7 +60,7 @@ def curves(rank: int, world: int, keys: tuple[str, ...]) -> dict[str, Any]:
             losses_in_job=arranged.losses_in_job,
         )
         batches = [micro_batches(config, tokens, rank, world) for tokens in TOKENS]
-        found[precision] = [step(micro, 1e-3).packed[0].item() for micro in batches]
+        found[precision] = [step(micro, 1e-3)[0].item() for micro in batches]
         if precision == "fp16":
             found["overflow"] = after_an_overflow(step, batches[0])
         else:
@@ -92,7 +92,7 @@ def after_an_overflow(step: TrainStep, batch: list[Any]) -> SimpleNamespace:
     before = [p.detach().clone() for p in step.model.parameters()]
     scale = step.loss_scale.scale.item()
     step.loss_scale.scale.fill_(TOO_LARGE)
-    skipped = step(batch, 1e-3).packed[2].item()
+    skipped = step(batch, 1e-3)[2].item()
     unchanged = all(
         torch.equal(local(a), local(b.detach())) for a, b in zip(before, step.model.parameters(), strict=True)
     )

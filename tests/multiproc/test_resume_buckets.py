@@ -16,7 +16,7 @@ import hashlib, json, os, sys
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from model_check.engine.buckets import pin_buckets
+from model_check.engine.passes import pin_buckets
 
 def gradients(model, rank):
     torch.manual_seed(rank)

@@ -17,12 +17,13 @@ from benchmarks.parity import TOLERANCE
 from model_check import load_config
 from model_check.checkpoint.peers import Peers
 from model_check.data import Cursor, prepare
-from model_check.engine.data_spec import data_spec
+from model_check.engine.data_and_shape import data_spec
+from model_check.engine.feed import open_loader
 from model_check.engine.loop import StepInfo
 from model_check.engine.place import Place
-from model_check.engine.saving import Saving, open_saver
+from model_check.engine.saving import Saving
 from model_check.engine.session import Batches
-from model_check.engine.worker import assemble, continue_from, fit, open_loader
+from model_check.engine.worker import assemble, continue_from, fit
 from tests.models.test_models_parallelize import on_ranks
 
 BATCH = 4
@@ -97,7 +98,7 @@ def run(folder: Path, ranks: int, keys: tuple[str, ...], *, until: int, resume: 
         session = assemble(config, place, loader)
         peers = Peers()
         lineage, notes = continue_from(resume, session, peers)
-        saving = Saving(session, open_saver(config, peers, lineage=lineage, name="run"), last_step=until)
+        saving = Saving(session, peers, name="run", last_step=until, lineage=lineage)
         infos: list[StepInfo] = []
         fit(session, on_step=infos.append, max_steps=until, saving=saving)
         assert saving.committed == until - 1

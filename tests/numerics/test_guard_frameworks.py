@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from model_check.diagnose import examine
-from model_check.numerics.step_history import History
+from model_check.numerics.causes import History
 from tests.blackbox.observed_runs import Outcome, Runner
 
 FRAMEWORK = """

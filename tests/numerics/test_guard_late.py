@@ -9,10 +9,10 @@ import math
 
 import torch
 
-from model_check.numerics.blame import Hit, report_of
-from model_check.numerics.loss_code import LossCode
-from model_check.numerics.loss_line import Place
-from model_check.numerics.step_history import History
+from model_check.numerics.causes import History
+from model_check.numerics.hits import Hit
+from model_check.numerics.loss_code import LossCode, Place
+from model_check.numerics.reports import report_of
 from tests.marked_lines import line_of
 
 HALT = "run again with --guard halt: the step is then replayed before it is applied"
@@ -38,8 +38,8 @@ def test_a_norm_is_learnt_for_its_own_step_while_that_is_remembered() -> None:
 
 def test_gradients_that_grew_are_the_cause_of_all_ranks() -> None:
     report = report_of(Hit.too_late(1.0, (), None), history_of(1.0, 50.0, 4e3, 6e6, 8e9), rate=0.1)
-    assert report is not None and report["cause"] == "MC406" and "local" not in report
-    assert report["evidence"] == ["observed: gradient norm 1, 50, 4e+03, 6e+06, 8e+09 in the steps before"]
+    assert report is not None and report.cause == "MC406" and report.local
+    assert report.facts == {"grad_norms": [1.0, 50.0, 4e3, 6e6, 8e9]}
 
 
 def test_a_root_at_zero_in_the_loss_code_is_named_with_its_line() -> None:
@@ -51,9 +51,9 @@ def test_a_root_at_zero_in_the_loss_code_is_named_with_its_line() -> None:
     loss.backward()
     report = report_of(Hit.too_late(0.0, [code], place), history_of(1.0, 1.0, 1.0), rate=0.1)
     assert report is not None
-    assert (report["cause"], report["op"], report["location"]) == ("MC402", "sqrt", line_of(__file__, "ROOT"))
+    assert (report.cause, report.op, report.location) == ("MC402", "sqrt", line_of(__file__, "ROOT"))
 
 
 def test_what_nobody_saw_is_said_to_be_unknown() -> None:
     report = report_of(Hit.too_late(1.0, (), None), history_of(1.0, 1.0, 1.0), rate=0.1)
-    assert report is not None and (report["cause"], report["fix"]) == ("MC402", [HALT])
+    assert report is not None and (report.cause, report.fix) == ("MC402", (HALT,))

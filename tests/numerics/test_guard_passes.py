@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from model_check.diagnose.examine import examine
-from model_check.numerics.blame import Hit, OwnShare, report_of
-from model_check.numerics.loss_line import Place
-from model_check.numerics.step_history import History
+from model_check.numerics.causes import History
+from model_check.numerics.hits import Hit, OwnShare
+from model_check.numerics.loss_code import Place
+from model_check.numerics.reports import report_of
 from tests.blackbox.observed_runs import Outcome, Runner, last_json
 
 HEAD = """
@@ -212,15 +213,15 @@ def test_halt_names_the_backward_that_was_bad_and_refuses_the_step(run: Runner) 
 
 def test_what_a_device_answers_too_late_is_of_one_of_several() -> None:
     places = tuple(Place("train.py", line, "main", "train.py") for line in (12, 15, 15))
-    hit = replace(Hit.too_late(7.5, (), places[-1], OwnShare("the gradient of bias")), one_of=places)
+    hit = replace(Hit.too_late(7.5, (), places[-1], OwnShare("gradient of bias")), one_of=places)
     report = report_of(hit, History(), rate=0.1)
-    assert report is not None and report["location"] == "train.py:15"
-    assert report["evidence"][-1] == (
+    assert report is not None and report.location == "train.py:15"
+    assert report.evidence[-1] == (
         "inferred: which of the 3 backward calls of the step (train.py:12, train.py:15) made it "
         "is not known: line and loss are those of the last"
     )
     alone = report_of(replace(hit, one_of=places[:1]), History(), rate=0.1)
-    assert alone is not None and one_of_several(alone) == []
+    assert alone is not None and one_of_several(alone.body()) == []
 
 
 DDP = """

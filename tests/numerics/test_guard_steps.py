@@ -180,7 +180,7 @@ def test_a_mean_over_nothing_is_named_by_its_line_outside_the_model(watched: Cal
         run.guard.optimizer_begins(run.optimizer)
         run.guard.step_done()
     (event,) = run.events("nonfinite")
-    assert (event["cause"], event["op"], event["module"]) == ("MC408", "div", None)
+    assert (event["cause"], event["op"], event["made_in"]) == ("MC408", "div", "loss_code")
     assert event["location"] == f"{__file__}:{line_of('EMPTY')}"
     assert "observed: what the model returned is finite" in event["evidence"]
 

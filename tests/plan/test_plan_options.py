@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from model_check.config import check_world, load_config, resolve_shape
 from model_check.errors import UsageError
-from model_check.plan.advice import advise, changes_of, fewest_gpus
+from model_check.plan.advice import advise, changes_of, fewest_gpus, remedies
 from model_check.plan.devices import device_named, parse_device
 from model_check.plan.flops import count_flops_per_token
 from model_check.plan.memory import GIB
 from model_check.plan.options import LARGEST_BATCH, Job
-from model_check.plan.remedies import remedies
 from model_check.plan.workload import workload_of
 
 

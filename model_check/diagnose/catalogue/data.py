@@ -21,6 +21,7 @@ DATA: dict[str, Entry] = {
         ("use the tokenizer that belongs to the model", "give the embedding a row for every token id"),
         "the data holds token id 128001 and the model has a vocabulary of 32000",
         ours=("use the tokenizer that belongs to the model", "raise model.vocab_size"),
+        facts={"token": "the largest id", "rows": "how many the embedding has", "module": "the name of the embedding"},
     ),
     "MC903": Entry(
         "two ranks read the same samples",

@@ -9,6 +9,29 @@ _HISTORY = (
     "ranks differ, the majority, or a rank's own earlier steps, decide who left the order."
 )
 
+_BLAMED = {
+    "majority": "the named ranks differ from most of the group",
+    "history": "the named ranks left the order of their own earlier steps",
+    "condition": "the call of the named ranks stands under a condition on the rank",
+    "count": "the named ranks made another number of calls in a step than in earlier steps",
+    "threads": "some ranks called it on a helper thread, the others on the main thread",
+    "undecided": "nothing says which of the ranks is wrong, so all are named",
+}
+_LONELY = {"lonely_call": "the other ranks have ended, and the call of the named rank has no counterpart"}
+_CALLS = {
+    "op": "the collective that the named ranks called",
+    "peers_op": "the one that the other ranks called at the same place of their order",
+    "condition": "the condition on the rank around one of the calls",
+}
+
+
+def _calls_and(name: str, meaning: str) -> dict[str, str]:
+    return _CALLS | {
+        name: f"{meaning} of the named ranks' call",
+        f"peers_{name}": f"{meaning} of the other ranks' call",
+    }
+
+
 HANGING: dict[str, Entry] = {
     "MC201": Entry(
         "collectives in a different order",
@@ -20,6 +43,8 @@ HANGING: dict[str, Entry] = {
             "iterate over sorted names, not over sets or dicts that were built in another order",
         ),
         "if rank == 1: dist.broadcast(x, 0); dist.all_reduce(y)\nelse: dist.all_reduce(y); dist.broadcast(x, 0)",
+        causes=_BLAMED | {"groups": "the ranks made their process groups in different orders"},
+        facts=_CALLS | {"groups": "of cause `groups`: the members of the group that each rank made"},
     ),
     "MC202": Entry(
         "shapes differ",
@@ -31,6 +56,8 @@ HANGING: dict[str, Entry] = {
             "drop_last=True where the last batch is smaller on one rank",
         ),
         "dist.all_reduce(torch.zeros(10 if rank == 0 else 12))",
+        causes=_BLAMED,
+        facts=_calls_and("shape", "the shape"),
     ),
     "MC203": Entry(
         "dtypes differ",
@@ -40,6 +67,8 @@ HANGING: dict[str, Entry] = {
         _HISTORY + " Dtypes are compared whether anything hangs or not.",
         ("cast to one dtype before the collective: tensor.to(torch.float32)",),
         "loss = loss.half() if rank == 1 else loss\ndist.all_reduce(loss)",
+        causes=_BLAMED,
+        facts=_calls_and("dtype", "the dtype"),
     ),
     "MC204": Entry(
         "stuck in the data loader",
@@ -56,6 +85,7 @@ HANGING: dict[str, Entry] = {
             "look at the named line, and at the file system under data.cache_dir",
             "training.num_workers=0 reads on the main thread, not on loader threads, so the main stack shows the line",
         ),
+        causes={"rank": "the rank reads its samples itself", "worker": "the line is that of a loader worker"},
     ),
     "MC205": Entry(
         "uneven data or steps",
@@ -73,6 +103,12 @@ HANGING: dict[str, Entry] = {
             "give every rank the same number of batches: data that you bring yourself is not cut into shards for you",
             "name the data in the configuration (data.dataset): each rank then gets as many batches as its peers",
         ),
+        causes={"data": "its loader ended", "steps": "it left its loop before a loader had ended"},
+        facts={
+            "steps": "the number of steps that the first named rank completed",
+            "op": "the collective that it has come to",
+            "peers_op": "the one that the other ranks wait in",
+        },
     ),
     "MC206": Entry(
         "a collective is missing on some ranks",
@@ -84,6 +120,10 @@ HANGING: dict[str, Entry] = {
             "instead of skipping a step on one rank, agree on it: all_reduce a flag, then all skip or none",
         ),
         "if rank == 0:\n    torch.save(state, path)\n    dist.barrier()   # the other ranks never get here",
+        causes=_BLAMED
+        | _LONELY
+        | {"fewer_calls": "the named rank has ended, and the others still wait for a call of it"},
+        facts=_CALLS,
     ),
     "MC207": Entry(
         "an extra collective on one rank",
@@ -95,6 +135,8 @@ HANGING: dict[str, Entry] = {
             "loop the same number of times on all ranks",
         ),
         "if rank == 0: dist.all_gather(norms, norm)   # for a log line",
+        causes=_BLAMED | _LONELY,
+        facts=_CALLS,
     ),
     "MC208": Entry(
         "crossed collectives",
@@ -105,6 +147,8 @@ HANGING: dict[str, Entry] = {
         "are compared.",
         ("call them in one order on all ranks", "stack both values into one tensor and reduce it once"),
         "rank 0: all_reduce(loss); all_reduce(accuracy)\nrank 1: all_reduce(accuracy); all_reduce(loss)",
+        causes=_BLAMED,
+        facts=_calls_and("unit", "the gathered module"),
     ),
     "MC209": Entry(
         "stopped process",
@@ -137,6 +181,12 @@ HANGING: dict[str, Entry] = {
             "lock.acquire(timeout=…) turns the wait into an error",
         ),
         "with a: with b: …      # thread 1\nwith b: with a: …      # thread 2",
+        causes={
+            "locks": "several threads wait for locks that the others hold",
+            "lock": "one lock is held, and no thread is about to release it",
+            "thread": "the main thread waits for an item, an event or the end of another thread",
+            "script_over": "the script is over, and a thread that is no daemon still runs",
+        },
     ),
     "MC212": Entry(
         "livelock or busy loop",
@@ -177,6 +227,7 @@ HANGING: dict[str, Entry] = {
         "Phase input, a read from descriptor 0, or a stack inside the debugger.",
         ("remove breakpoint() or input()", "pass --yes or its like, or redirect standard input from /dev/null"),
         "answer = input('overwrite? ')   # on rank 0",
+        causes={"input": "something reads a line", "debugger": "the debugger waits for a command"},
     ),
     "MC216": Entry(
         "loader worker died",
@@ -211,6 +262,13 @@ HANGING: dict[str, Entry] = {
             "enter the groups in one global order on all ranks",
         ),
         "dist.recv(x, 1 - rank); dist.send(y, 1 - rank)   # on both ranks",
+        causes={
+            "left_its_order": "the named ranks came here by a call that they did not use to make at this place",
+            "wrong_peer": "the named rank exchanges a message with a rank that does not expect it",
+            "apart": "most ranks are in one collective, and the named ones are not",
+            "undecided": "nothing says which of them is wrong, so all of them are named",
+        },
+        facts={"waits_in": "what each rank waits in"},
     ),
     "MC219": Entry(
         "no progress in user code",
@@ -219,6 +277,13 @@ HANGING: dict[str, Entry] = {
         "It is the rank that nobody waits on behalf of; its stack names the line, and none of the special cases fits.",
         ("look at the named line", "give blocking calls a timeout: subprocess.run(…, timeout=60)"),
         "subprocess.run(['rsync', …])   # never returns",
+        causes={
+            "own_code": "it is somewhere in the code of the script or a library",
+            "reading": "the kernel has it wait for data",
+            "opening": "the kernel has it wait until a file is open",
+            "file_lock": "the kernel has it wait for the lock of a file",
+        },
+        facts={"file": "what it reads, opens or locks", "children": "the commands of its child processes"},
     ),
     "MC220": Entry(
         "slow, but alive",
@@ -233,6 +298,11 @@ HANGING: dict[str, Entry] = {
             "raise the timeout of the process group if this takes longer than it",
         ),
         "if rank == 0: evaluate(model, all_of_it)   # 20 minutes\ndist.barrier()",
+        causes={
+            "at_work": "the named rank works, and the others wait for it",
+            "one_call": "all ranks are in one call that does not end",
+            "different_calls": "the ranks wait in different calls, and the records do not say which one is wrong",
+        },
     ),
     "MC221": Entry(
         "different roots",
@@ -245,6 +315,8 @@ HANGING: dict[str, Entry] = {
             "look at how the named rank computes src or dst: local rank and global rank differ on several hosts",
         ),
         "dist.broadcast(settings, src=local_root)   # 0 here, 1 there",
+        causes=_BLAMED,
+        facts=_calls_and("root", "the root"),
     ),
     "MC222": Entry(
         "waits for a thread that failed",
@@ -257,6 +329,7 @@ HANGING: dict[str, Entry] = {
             "queue.get(timeout=…) turns the wait into an error",
         ),
         "batch = batches.get()   # the prefetching thread died of a KeyError",
+        facts={"thread": "the thread that died", "exception": "the type of its exception"},
     ),
     "MC223": Entry(
         "different reductions",
@@ -265,5 +338,7 @@ HANGING: dict[str, Entry] = {
         _HISTORY + " The operations of the same number are compared, also where every rank came back from the call.",
         ("pass one op on all ranks", "look for a branch on rank or data around the named line"),
         "dist.all_reduce(x, op=dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM)",
+        causes=_BLAMED,
+        facts=_calls_and("reduction", "the reduction"),
     ),
 }

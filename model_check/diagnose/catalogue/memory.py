@@ -56,5 +56,6 @@ MEMORY: dict[str, Entry] = {
         ("start the next run with the micro-batch of the finding",),
         "the micro-batch of rank 0 did not fit and is 2 now",
         ours=("set training.batch_size and training.grad_accum_nums to the values of the finding",),
+        facts={"micro_batch": "its samples now", "micro_batches": "how many of them a step takes now"},
     ),
 }

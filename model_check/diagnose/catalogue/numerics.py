@@ -4,6 +4,40 @@ from __future__ import annotations
 
 from model_check.diagnose.catalogue.entry import Entry
 
+_MADE_IN = {
+    "model": "an operation in a module's forward, or its derivative",
+    "loss_code": "an operation of the script between its model and `backward()`",
+    "script": "an operation of the script between two modules",
+    "weight": "a parameter or a buffer was not finite before the step began",
+    "batch": "the batch was not finite before the step began",
+    "gradients": "a hook on a gradient or an autograd.Function's own backward",
+    "unknown": "it is not known where",
+}
+_FACTS = {
+    "op": "the operation",
+    "module": "the module that ran it: its name in the model, or its class",
+    "problem": "what the operation stumbled over, such as `zero_divisor`, `empty_sum`, `logarithm`, `infinite_slope`",
+    "loss": "of the step",
+    "grad_norm": "of the step, as far as it was read",
+    "steps": "all steps in which it was seen",
+    "samples": "the numbers of the bad samples in the batch",
+    "dataset_indices": "the indices of the same samples in the dataset",
+    "finite_again": "true: run once more, the step is finite",
+    "changes_its_input": "true: the forward changes its own input in place",
+    "exchange": "number of the first exchange of the step to which the rank brought the number",
+    "went_back": "the steps from which our own trainer went back to a checkpoint",
+}
+_TOO_LARGE = {
+    "rates": "learning rates: before and after it jumped, or the highest",
+    "parameter": "the weight that is too large",
+    "gain": "by how much that weight enlarges what passes through it",
+}
+_OF_HALF = {
+    "magnitude": "the number that left the range of float16",
+    "too_fast": "true: the learning rate has made the numbers this large, not the format",
+}
+_OF_RATE = {"weight_size": "root mean square of the weights at the start"}
+
 NUMERICS: dict[str, Entry] = {
     "MC401": Entry(
         "non-finite numbers in the forward pass",
@@ -25,6 +59,8 @@ NUMERICS: dict[str, Entry] = {
             "lower training.learning_rate or model.init_std",
             "set training.use_amp=false to see whether half precision is the cause",
         ),
+        causes=_MADE_IN,
+        facts=_FACTS,
     ),
     "MC402": Entry(
         "non-finite gradient in the backward pass only",
@@ -38,6 +74,8 @@ NUMERICS: dict[str, Entry] = {
             "mask the argument, not only the result: torch.where(ok, x, 1).log()",
         ),
         "x.square().sum().sqrt()   # at x = 0",
+        causes=_MADE_IN,
+        facts=_FACTS,
     ),
     "MC403": Entry(
         "float16 overflow",
@@ -56,6 +94,8 @@ NUMERICS: dict[str, Entry] = {
             "set training.precision=bf16: the same memory, the range of float32",
             "lower training.learning_rate first, where the evidence names it",
         ),
+        causes=_MADE_IN,
+        facts={**_FACTS, **_OF_HALF, **_TOO_LARGE},
     ),
     "MC404": Entry(
         "bad sample",
@@ -68,6 +108,8 @@ NUMERICS: dict[str, Entry] = {
         ),
         "sample 4711 of rank 1: input 0 holds inf",
         ours=("look at the named samples, or take them out", "debug.on_nan=skip goes on without the batch"),
+        causes=_MADE_IN,
+        facts={**_FACTS, "bad_alone": "how many samples of the batch are bad by themselves"},
     ),
     "MC405": Entry(
         "learning rate too high",
@@ -78,6 +120,8 @@ NUMERICS: dict[str, Entry] = {
         ("lower the learning rate", "warm it up over the first steps"),
         "learning rate 10, 500 times the weights (0.02)",
         ours=("lower training.learning_rate", "raise training.scheduler.warmup_steps"),
+        causes=_MADE_IN,
+        facts={**_FACTS, **_TOO_LARGE, **_OF_RATE},
     ),
     "MC406": Entry(
         "exploding gradients",
@@ -91,6 +135,8 @@ NUMERICS: dict[str, Entry] = {
         ),
         "gradient norm 3.1, 48, 9.2e3, 4.4e8, nan",
         ours=("set or lower training.max_grad_norm", "lower training.learning_rate, or warm up longer"),
+        causes=_MADE_IN,
+        facts={**_FACTS, "grad_norms": "of the steps before"},
     ),
     "MC407": Entry(
         "initialisation too large",
@@ -101,6 +147,8 @@ NUMERICS: dict[str, Entry] = {
         ("initialise with a smaller scale: 1/sqrt(fan_in)",),
         "layers.0.attention.wq.weight has a standard deviation of 1e4",
         ours=("lower model.init_std (0.02 is usual)", "look at the file that the weights were loaded from"),
+        causes=_MADE_IN,
+        facts={**_FACTS, **_TOO_LARGE},
     ),
     "MC408": Entry(
         "division by an empty mask",
@@ -112,6 +160,8 @@ NUMERICS: dict[str, Entry] = {
             "drop samples without a single label when the data is prepared",
         ),
         "F.cross_entropy(logits, labels)   # every label is -100",
+        causes=_MADE_IN,
+        facts=_FACTS,
     ),
     "MC409": Entry(
         "transient: the step is finite when it is repeated",
@@ -124,6 +174,8 @@ NUMERICS: dict[str, Entry] = {
             "take the host out if it happens again on the same GPU",
         ),
         "step 90210 was not finite on rank 3 (GPU 5), and its replay is",
+        causes=_MADE_IN,
+        facts=_FACTS,
     ),
     "MC410": Entry(
         "replicas drift apart",
@@ -146,6 +198,16 @@ NUMERICS: dict[str, Entry] = {
             "test the device and the memory of these ranks: model-check doctor, and --set debug.verify_gradients=100",
             "go on from the last checkpoint before the step: it holds the weights of one rank",
         ),
+        causes={
+            "changed": "the parameter was the same on all ranks at an earlier comparison",
+            "from_the_start": "it differed at the first comparison",
+        },
+        facts={
+            "majority": "true: a majority of ranks agrees, and the named ones differ from it",
+            "last_alike": "the last step at which the parameter was the same on all ranks",
+            "differing": "how many of the compared parameters differ",
+            "compared": "how many parameters were compared at this step",
+        },
     ),
     "MC411": Entry(
         "one rank's gradients are wrong",
@@ -162,6 +224,11 @@ NUMERICS: dict[str, Entry] = {
             "compare driver and library versions of the hosts: model-check doctor",
         ),
         "model-check train --set debug.verify_gradients=1000",
+        facts={
+            "majority": "true: the other ranks agree, so the named ones are wrong",
+            "by": "how far the gradient is off, as a fraction of its norm",
+            "devices": "by rank: what it computes on",
+        },
     ),
     "MC412": Entry(
         "all ranks are given the same data",
@@ -176,6 +243,7 @@ NUMERICS: dict[str, Entry] = {
         ),
         "DataLoader(dataset, shuffle=True) with the same seed on every rank",
         ours=("give each rank batches of its own: what you bring yourself is not cut into shards for you",),
+        facts={"steps": "how many steps were compared"},
     ),
     "MC413": Entry(
         "the loss spikes",
@@ -195,6 +263,15 @@ NUMERICS: dict[str, Entry] = {
             "lower training.max_grad_norm or training.learning_rate",
             "go back to a checkpoint before the spike: --resume PATH",
         ),
+        causes={
+            "spike": "the loss left its level for several steps",
+            "divergence": "the loss of our own trainer is far above its first steps and above guessing",
+        },
+        facts={
+            "from": "the loss before",
+            "to": "the loss after",
+            "steps": "of a spike: how many in a row were far above; of a divergence: how many there were",
+        },
     ),
     "MC414": Entry(
         "the loss does not decrease",
@@ -211,6 +288,19 @@ NUMERICS: dict[str, Entry] = {
             "check that labels are shifted and belong to their inputs: a model must be able to overfit one batch",
         ),
         "loss 10.37 at step 10, 10.38 at step 900, and ln(32000) is 10.37",
+        causes={
+            "parameters": "parameters are frozen or get no gradient",
+            "rate_too_small": "the learning rate cannot have moved a weight",
+            "labels": "gradients reach the parameters: the labels do not belong to the inputs",
+            "unknown": "nothing more can be seen",
+        },
+        facts={
+            "loss": "now",
+            "choices": "the number of choices that the model guesses among",
+            "steps": "how long the loss has stayed there",
+            "rates": "learning rates of the parameter groups",
+            "moved_at_most": "how far a weight can have moved in these steps",
+        },
     ),
     "MC415": Entry(
         "a layer gets no gradient",
@@ -226,6 +316,16 @@ NUMERICS: dict[str, Entry] = {
             "make the optimizer from the parameters of the model that is called",
         ),
         "encoder.3.weight: gradient 0 at steps 50, 100, 150 and 200",
+        causes={
+            "stopped": "the gradient does not get past the layer",
+            "starved": "the layer is given nothing but 0",
+            "other_parameters": "no parameter of the optimizer has a gradient: they are not those of the model",
+        },
+        facts={
+            "without_gradient": "the parameters whose gradient is 0, the named one first",
+            "next": "a parameter that does get a gradient: the nearest behind it",
+            "parameters": "how many the optimizer holds, where none has a gradient",
+        },
     ),
     "MC416": Entry(
         "gradients or outputs keep growing",
@@ -239,6 +339,8 @@ NUMERICS: dict[str, Entry] = {
         ),
         "gradient norm 0.8, 3.1, 12, 55, 240 at steps 50 to 250",
         ours=("set or lower training.max_grad_norm", "lower training.learning_rate"),
+        causes={"gradients": "the norm of all gradients", "outputs": "the largest output of the model"},
+        facts={"sizes": "look by look", "steps": "of these looks"},
     ),
     "MC417": Entry(
         "the numbers are no longer watched",

@@ -19,6 +19,17 @@ SLOWNESS: dict[str, Entry] = {
             "balance the samples by length",
         ),
         "rank 3: 92 ms of own work a step, the others 41 ms",
+        causes={
+            "every_step": "its own work takes longer in every step",
+            "now_and_then": "it stops in some steps, each time at the same place",
+        },
+        facts={
+            "own_s": "seconds of own work a step",
+            "peers_s": "the same of its peers",
+            "stop_s": "how much longer than usual a step takes in which it stops",
+            "stops": "in how many of its newest steps it stopped",
+            "steps": "how many of its newest steps were looked at",
+        },
     ),
     "MC702": Entry(
         "data-bound",
@@ -32,6 +43,7 @@ SLOWNESS: dict[str, Entry] = {
         ),
         "data 180 ms, forward and backward 20 ms",
         ours=("raise training.num_workers", "prepare the data once, ahead of training: model-check prepare"),
+        facts={"share": "of a step that the loader takes, from 0 to 1"},
     ),
     "MC704": Entry(
         "CPU oversubscription",
@@ -40,6 +52,7 @@ SLOWNESS: dict[str, Entry] = {
         "Threads of all ranks against cores, while the cores are saturated.",
         ("OMP_NUM_THREADS = cores / ranks", "torch.set_num_threads(…) to the same"),
         "8 ranks × 64 threads on 64 cores",
+        facts={"threads": "that compute, of all ranks", "cores": "of the host"},
     ),
     "MC705": Entry(
         "host memory leak",
@@ -56,5 +69,11 @@ SLOWNESS: dict[str, Entry] = {
             "keep datasets in arrays or memory maps, not in Python objects",
         ),
         "losses.append(loss)   # 40 MB a step",
+        facts={
+            "gib_per_hour": "how fast the memory grows",
+            "container": "the type of the container that grew",
+            "name": "of the variable or attribute that holds it; empty: unknown",
+            "item": "its newest item",
+        },
     ),
 }

@@ -17,6 +17,7 @@ STARTING: dict[str, Entry] = {
             "start fewer ranks on this host",
         ),
         "import transformers, datasets, lightning   # on 8 ranks and 4 cores: 40 s instead of 6 s",
+        facts={"cores": "of the host", "longest": "the module whose import took longest"},
     ),
     "MC102": Entry(
         "rank never joined",
@@ -63,6 +64,10 @@ STARTING: dict[str, Entry] = {
             "start all ranks from one container image or one shared environment",
         ),
         "rank 0: torch 2.13.0    rank 1: torch 2.9.1",
+        facts={
+            "differs": "what is not the same everywhere: python, torch, cuda",
+            "other": "of each of these, what the ranks have that differ from the rest",
+        },
     ),
     "MC106": Entry(
         "config or code differs between ranks",
@@ -71,6 +76,10 @@ STARTING: dict[str, Entry] = {
         "Each rank records a hash of its script and its arguments at init_process_group; they are compared.",
         ("start all ranks from one checkout", "pass the same arguments to every rank"),
         "rank 0: --lr 3e-4    rank 1: --lr 3e-3",
+        facts={
+            "differs": "what is not the same everywhere: arguments, the hash of the script",
+            "other": "of each of these, what the ranks have that differ from the rest",
+        },
     ),
     "MC107": Entry(
         "directory race",

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from model_check.data import BatchLoader, PackedCache
-from model_check.data.encoded import EncodedDocuments
-from model_check.data.packed import SplitWriter
+from model_check.data.packed import EncodedDocuments, SplitWriter
 from model_check.doctor.jobs import scratch_folder
 
 VOCABULARY = 32_000

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from model_check.doctor.jobs import finished_job, scratch_folder
 from model_check.doctor.settings import Settings
 from model_check.errors import LaunchError
+from model_check.record import RunDir
+from model_check.record.metrics import StepMetrics, read_metrics
 
 QUIET = ("checkpoint.interval=0", "logging.tensorboard=false", "logging.wandb=false", "training.eval_interval=0")
 
@@ -52,7 +52,7 @@ def measure_training(
             raise LaunchError(
                 f"the measured run failed: {job.problem}", remedy="model-check train shows the whole story"
             )
-        records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+        records = read_metrics(RunDir(job.run_dir).metrics, all_steps=True)
     return summarised(records)
 
 
@@ -63,11 +63,11 @@ def _writing_to(folder: Path, keeps_cache: bool) -> list[str]:
     return [word for value in values for word in ("--set", value)]
 
 
-def summarised(records: Sequence[dict[str, Any]]) -> Throughput:
+def summarised(records: Sequence[StepMetrics]) -> Throughput:
     counted = records[len(records) // 4 :]
 
     def median(key: str) -> float | None:
-        values = [record[key] for record in counted if record.get(key) is not None]
+        values = [value for step in counted if (value := getattr(step, key)) is not None]
         return statistics.median(values) if values else None
 
     return Throughput(
@@ -77,5 +77,5 @@ def summarised(records: Sequence[dict[str, Any]]) -> Throughput:
         data_wait_s=median("data_wait_s") or 0.0,
         memory_gib=median("memory_gib"),
         mfu=median("mfu"),
-        final_loss=records[-1]["loss"],
+        final_loss=records[-1].loss,
     )
