@@ -36,7 +36,6 @@ MAY_BE_LONGER = {
     "blackbox/recorder.py:_make_puts",
     # The flags of a verb are the parameters of its function, with their help beside them.
     "cli/run.py:run",
-    "cli/train.py:train",
 }
 WITHOUT_TORCH = ("record", "config", "plan", "supervise", "diagnose")
 

@@ -76,7 +76,8 @@ def _note_lines(memory: Any, after_each_step: Callable[..., Any], seconds: float
     """
     import torch
 
-    if torch_records_history():
+    enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    if enabled is not None and enabled():
         return
     record = memory._record_memory_history
     ours, lock = True, threading.Lock()
@@ -116,13 +117,6 @@ def _note_lines(memory: Any, after_each_step: Callable[..., Any], seconds: float
     memory._record_memory_history = asked_by_the_script
     after_each_step(step_done)
     late.start()
-
-
-def torch_records_history() -> bool:
-    """Whether somebody has asked for the allocator's history already."""
-    torch = sys.modules["torch"]
-    enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return bool(enabled()) if enabled is not None else False
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -104,10 +104,8 @@ def named(path: Path, directory: Path, peers: Peers, misfit: Misfit, *, experime
     return Found(checkpoint, _to_continue(checkpoint, directory))
 
 
-def _to_continue(checkpoint: Checkpoint | None, directory: Path) -> Path | None:
+def _to_continue(checkpoint: Checkpoint, directory: Path) -> Path | None:
     """Its lineage, where it is the newest of it and lies in our directory; an older one is the start of a branch."""
-    if checkpoint is None:
-        return None
     lineage = checkpoint.path.parent
     is_newest = layout.committed(lineage)[-1:] == [checkpoint.path]
     return lineage if is_newest and lineage.parent == directory.resolve() else None

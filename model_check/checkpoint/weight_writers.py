@@ -61,10 +61,10 @@ def write_hugging_face(target: Path, tensors: Tensors, config: Mapping[str, Any]
         scratch.mkdir()
         sizes = {name: tensor.bytes for name, tensor in tensors.items()}
         files = cut_into_files(sizes, most)
-        for file_name, names in files.items():
+        for file_name, names in files.filename_to_tensors.items():
             with (scratch / file_name).open("wb") as file:
                 _stream_safetensors(file, {name: tensors[name] for name in names}, {"format": "pt"})
-        index = index_of(files, sizes)
+        index = index_of(files)
         if index is not None:
             (scratch / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

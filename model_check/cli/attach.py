@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from model_check.cli.options import AsJson
 from model_check.errors import UsageError
 from model_check.record import RunDir
 from model_check.supervise.attach import JobPicture, describe, look_at
@@ -22,7 +23,7 @@ def attach(
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Keep the stacks and samples in a run directory.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Take the stacks of a hanging job's ranks from outside, merge them by position, and say who is missing where.
 

@@ -8,31 +8,62 @@ import platform
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from model_check.cli.doctor import jobs_end_with_us, settings_for
+from model_check.cli.doctor import settings_for
 from model_check.cli.flags import Values, configured
+from model_check.cli.options import AsJson, ConfigFiles, Gpus, Overrides, Preset
+from model_check.cli.unwinding import signals_unwind_us
 from model_check.config import override_values
 from model_check.errors import LaunchError, UsageError
 
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 _LIMIT_S = 1800.0
 _FEWEST_STEPS, _STEPS = 4, 20
+# What each measurement shows: a key of its rows, the title of the column, and how a value is written.
+_COLUMNS = {
+    "throughput": {
+        "tokens_per_s": ("tokens/s", "{:,.0f}"),
+        "step_s": ("step", "{:.3f} s"),
+        "data_wait_s": ("waits for data", "{:.4f} s"),
+        "mfu": ("MFU", "{:.1%}"),
+        "memory_gib": ("memory", "{:.1f} GiB"),
+        "final_loss": ("last loss", "{:.4f}"),
+        "steps": ("steps counted", "{}"),
+    },
+    "data": {
+        "workers": ("threads", "{}"),
+        "ms_per_batch": ("a batch takes", "{:.3f} ms"),
+        "ms_worst": ("the slowest", "{:.3f} ms"),
+        "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    },
+    "comm": {
+        "collective": ("collective", "{}"),
+        "size": ("bytes", "{:,}"),
+        "seconds": ("takes", "{:.6f} s"),
+        "algorithm_gb_s": ("algorithm GB/s", "{:.3f}"),
+        "bus_gb_s": ("bus GB/s", "{:.3f}"),
+        "ranks": ("ranks", "{}"),
+    },
+    "startup": {
+        "way": ("start", "{}"),
+        "ranks": ("ranks", "{}"),
+        "median_s": ("command to first step", "{:.1f} s"),
+    },
+}
 
 
 def throughput(
     steps: Annotated[
         int | None, typer.Option(min=_FEWEST_STEPS, help="Steps; the first quarter is not counted (default 20).")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="debug, production, full, stable, 14b or 32b.")] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="A configuration file; repeatable.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="One value; repeatable.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="all, auto, or ids: 3, 0,3 or 0-3.")] = None,
+    preset: Preset = None,
+    config: ConfigFiles = None,
+    overrides: Overrides = None,
+    gpus: Gpus = None,
     nproc: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,23 +92,10 @@ def throughput(
     ]
     words += [word for path in files for word in ("--config", str(path))]
     words += [word for value in overrides or [] for word in ("--set", value)]
-    with jobs_end_with_us():
+    with signals_unwind_us():
         cached = resolved.origins["data.cache_dir"] != "default"
         result = measure_training(settings_for(resolved), words, steps, _LIMIT_S, keeps_cache=cached)
-    _show(
-        "throughput",
-        [asdict(result)],
-        as_json,
-        {
-            "tokens_per_s": ("tokens/s", "{:,.0f}"),
-            "step_s": ("step", "{:.3f} s"),
-            "data_wait_s": ("waits for data", "{:.4f} s"),
-            "mfu": ("MFU", "{:.1%}"),
-            "memory_gib": ("memory", "{:.1f} GiB"),
-            "final_loss": ("last loss", "{:.4f}"),
-            "steps": ("steps counted", "{}"),
-        },
-    )
+    _show("throughput", [asdict(result)], as_json)
 
 
 def data(
@@ -95,17 +113,7 @@ def data(
 
     counts = _numbers("--workers", workers)
     rows = [asdict(row) for row in measure_loading(batch, context, counts, batches)]
-    _show(
-        "data",
-        rows,
-        as_json,
-        {
-            "workers": ("threads", "{}"),
-            "ms_per_batch": ("a batch takes", "{:.3f} ms"),
-            "ms_worst": ("the slowest", "{:.3f} ms"),
-            "tokens_per_s": ("tokens/s", "{:,.0f}"),
-        },
-    )
+    _show("data", rows, as_json)
 
 
 def comm(
@@ -119,24 +127,12 @@ def comm(
     """
     from model_check.doctor.comm import measure
 
-    with jobs_end_with_us():
+    with signals_unwind_us():
         measured = measure(settings_for(configured(None, False, [], [])), _sizes(sizes) if sizes else None, nproc)
     if measured.problem:
         raise LaunchError(measured.problem, remedy="model-check doctor --only ranks finds out why")
     rows = [{"ranks": measured.ranks, "device": measured.kind, **asdict(rate)} for rate in measured.rates]
-    _show(
-        "comm",
-        rows,
-        as_json,
-        {
-            "collective": ("collective", "{}"),
-            "size": ("bytes", "{:,}"),
-            "seconds": ("takes", "{:.6f} s"),
-            "algorithm_gb_s": ("algorithm GB/s", "{:.3f}"),
-            "bus_gb_s": ("bus GB/s", "{:.3f}"),
-            "ranks": ("ranks", "{}"),
-        },
-    )
+    _show("comm", rows, as_json)
 
 
 def startup(
@@ -159,19 +155,10 @@ def startup(
         raise UsageError(f"--ways {ways} cannot be read", remedy=f"use one or more of {','.join(WAYS)}")
     settings = settings_for(configured(None, False, [], []))
     ranks = nproc or len(settings.gpus) or settings.cpu_ranks
-    with jobs_end_with_us():
+    with signals_unwind_us():
         starts = list(measure_starts(settings, chosen, ranks, rounds))
     rows = [{**asdict(start), "median_s": start.median_s} for start in starts]
-    _show(
-        "startup",
-        rows,
-        as_json,
-        {
-            "way": ("start", "{}"),
-            "ranks": ("ranks", "{}"),
-            "median_s": ("command to first step", "{:.1f} s"),
-        },
-    )
+    _show("startup", rows, as_json)
 
 
 def _numbers(flag: str, text: str) -> list[int]:
@@ -191,10 +178,11 @@ def _sizes(text: str) -> list[int]:
     return found
 
 
-def _show(name: str, rows: Sequence[dict[str, Any]], as_json: bool, columns: dict[str, tuple[str, str]]) -> None:
+def _show(name: str, rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"bench": name, "machine": _machine(), "rows": list(rows)}, indent=2))
         return
+    columns = _COLUMNS[name]
     table = Table(*(title for title, _ in columns.values()))
     for column in table.columns:
         column.justify = "right"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from model_check.cli.options import AsJson
+from model_check.cli.unwinding import signals_unwind_us
 from model_check.errors import CheckpointError, UsageError
-from model_check.record.signal_handlers import handle
 
 if TYPE_CHECKING:
     from model_check.checkpoint.weight_files import Weights
@@ -26,7 +23,7 @@ _FORM_OF_SUFFIX = {".safetensors": "safetensors"} | dict.fromkeys((".pt", ".pth"
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A step_* folder, a Hugging Face folder, a .safetensors or .pt file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a checkpoint holds: step, ranks, tensors with their shapes and number formats. Reads no values.
 
@@ -54,7 +51,7 @@ def inspect(
 
 def verify(
     path: Annotated[Path, typer.Argument(help="A step_* folder, or a folder of them: then every one is read.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Read every byte of a checkpoint and compare it with what was saved. Exit code 1 where something differs.
 
@@ -124,32 +121,15 @@ def convert(
     shape = _shape_of(weights.metadata, weights.kind, source, like)
     tensors = _renamed(weights.tensors, to_hugging_face=form == "hf")
     metadata = {**weights.metadata, "shape": shape}
-    with _ending_in_order():
+    with signals_unwind_us():
         if form == "hf":
             weight_writers.write_hugging_face(target, tensors, _config(shape, weights))
-        elif form == "safetensors":
-            weight_writers.write_safetensors(target, tensors, metadata)
-        elif form == "pt":
-            weight_writers.write_pt(target, tensors, metadata)
         else:
-            weight_writers.write_sharded(target, tensors, metadata)
+            writers = {"safetensors": weight_writers.write_safetensors, "pt": weight_writers.write_pt}
+            writers.get(form, weight_writers.write_sharded)(target, tensors, metadata)
     for prefix in weights.removed_prefixes:
         typer.echo(f"[MC605] names in {source} carried {prefix}; taken off")
     typer.echo(f"{target}: {len(tensors)} tensors, {weights.bytes:,} bytes")
-
-
-@contextlib.contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, so that what is half written is removed."""
-
-    def stop(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    previous = handle({signal.SIGTERM: stop})
-    try:
-        yield
-    finally:
-        handle(previous)
 
 
 def _existing(path: Path) -> Path:

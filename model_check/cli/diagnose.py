@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from model_check import api
+from model_check.cli.options import AsJson
 from model_check.record import RunDir, Verdict
 from model_check.record.events import read_events
 from model_check.record.events.process import Picture
@@ -29,7 +30,7 @@ def diagnose(
         Path | None,
         typer.Option("--source", help="Where the script's files are, if paths in the evidence are relative."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Recompute the verdict of a run from its directory and print it.
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from model_check.cli.flags import configured
+from model_check.cli.options import AsJson, ConfigFiles, Overrides, Preset
+from model_check.cli.unwinding import signals_unwind_us
 from model_check.config import Config
 from model_check.doctor import Check, Places, Settings, chosen_stages, examine
 from model_check.launch import list_gpus
@@ -45,14 +44,14 @@ def doctor(
     only: Annotated[
         str | None, typer.Option(help="Stages, e.g. basic,imports,gpu,train,ranks,comm,disk,hub,data.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-    preset: Annotated[str | None, typer.Option(help="Look at the folders of this preset.")] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="Look at the folders of this configuration.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="One value, e.g. --set checkpoint.dir=/data/checkpoints.")
-    ] = None,
+    as_json: AsJson = False,
+    preset: Preset = None,
+    config: ConfigFiles = None,
+    overrides: Overrides = None,
 ) -> int:
     """Say in under a minute whether this machine can train, and what to do about each thing that is not well.
+
+    It looks at the folders that the configuration names, e.g. --set checkpoint.dir=/data/checkpoints.
 
     Exit code: 0 where nothing failed (warnings do not count), 1 where something did.
 
@@ -61,7 +60,7 @@ def doctor(
     stages = chosen_stages(only)
     settings = settings_for(configured(preset, False, config or [], overrides or []))
     started = time.monotonic()
-    with jobs_end_with_us():
+    with signals_unwind_us():
         if as_json:
             found = [check for stage in stages for check in examine(stage, settings)]
             typer.echo(json.dumps({"checks": [check.to_json() for check in found]}, indent=2, ensure_ascii=False))
@@ -69,27 +68,6 @@ def doctor(
             found = _show(stages, settings)
             typer.echo(summary(found, time.monotonic() - started))
     return int(any(check.status == "fail" for check in found))
-
-
-@contextlib.contextmanager
-def jobs_end_with_us() -> Iterator[None]:
-    """A job runs in a session of its own: what ends us must unwind us, so that the job is ended on the way.
-
-    SIGHUP comes when the terminal is closed; under nohup it is ignored, and stays so.
-    """
-
-    def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in heeded:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)
 
 
 def settings_for(config: Config) -> Settings:
@@ -143,7 +121,7 @@ def summary(checks: list[Check], seconds: float) -> str:
     """One line: can I train here?"""
     count = Counter(check.status for check in checks)
     verdict = "not ready" if count["fail"] else "ready, with warnings" if count["warn"] else "ready"
-    parts = [f"{count['ok']} well"]
+    parts = [f"{count['ok']} passed"]
     parts += [f"{count['warn']} warning{'s' if count['warn'] != 1 else ''}"] if count["warn"] else []
     parts += [f"{count['fail']} failed"] if count["fail"] else []
     parts += [f"{count['skip']} skipped"] if count["skip"] else []

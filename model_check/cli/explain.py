@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from model_check.cli.options import AsJson
 from model_check.errors import UsageError
 
 
@@ -17,19 +18,19 @@ def explain(
     code: Annotated[
         str | None, typer.Argument(help="A code such as MC204, or a word to find codes by. None: list all codes.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="The documentation's page of all codes.")] = False,
 ) -> None:
     """Print what a code means, how it is detected, and what to do about it.
 
     Example: model-check explain MC204
     """
+    from model_check.config.codes import MEANINGS as short
     from model_check.diagnose import catalogue
 
     if markdown:
         typer.echo(catalogue.errors_page(), nl=False)
         return
-    short = _configuration_codes()
     titles = {**{known: entry.title for known, entry in catalogue.CATALOGUE.items()}, **short}
     if code is None:
         _list(titles, as_json)
@@ -45,7 +46,10 @@ def explain(
     elif wanted in short:
         typer.echo(json.dumps({"code": wanted, "title": short[wanted]}) if as_json else f"{wanted}: {short[wanted]}")
     else:
-        raise _unknown(code, wanted, [*catalogue.CATALOGUE, *short])
+        near = difflib.get_close_matches(wanted, titles, n=1, cutoff=0.0)
+        raise UsageError(
+            f"there is no code {code}", remedy=f"the nearest is {near[0]}; `model-check explain` lists all"
+        )
 
 
 def _normal(code: str) -> str:
@@ -63,20 +67,9 @@ def _with_word(word: str, texts: dict[str, str]) -> list[str]:
     return found
 
 
-def _configuration_codes() -> dict[str, str]:
-    from model_check.config.codes import MEANINGS
-
-    return dict(MEANINGS)
-
-
 def _list(titles: dict[str, str], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([{"code": code, "title": titles[code]} for code in sorted(titles)], indent=2))
         return
     for code in sorted(titles):
         typer.echo(f"{code}  {titles[code]}")
-
-
-def _unknown(code: str, wanted: str, known: list[str]) -> UsageError:
-    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.0)
-    return UsageError(f"there is no code {code}", remedy=f"the nearest is {near[0]}; `model-check explain` lists all")

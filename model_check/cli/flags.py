@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model_check.config import Config, load_config, override_values
+from model_check.config import Config, check_world, load_config, override_values
 from model_check.config.faults import shown
-from model_check.errors import UsageError
+from model_check.errors import ConfigError, UsageError
 
 Values = dict[str, tuple[Any, str]]
 
@@ -23,50 +23,50 @@ def flag_values(
     profile: bool = False,
 ) -> Values:
     """The dotted keys that flags set, each with the flag it came from."""
-    values: Values = {}
     if max_steps is not None and fast_dev_run not in (0, max_steps):
         raise UsageError(
-            f"--max-steps {max_steps} and --fast-dev-run {fast_dev_run} say two things of training.max_steps",
+            f"--max-steps {max_steps} and --fast-dev-run {fast_dev_run} set training.max_steps to two different values",
             remedy="leave one of them out",
         )
-    if max_steps is not None:
-        values["training.max_steps"] = (max_steps, "flag --max-steps")
-    if batch_size is not None:
-        values["training.batch_size"] = (batch_size, "flag --batch-size")
-    if num_workers is not None:
-        values["training.num_workers"] = (num_workers, "flag --num-workers")
-    if profile:
-        values["training.profile"] = (True, "flag --profile")
+    typed: Values = {
+        "training.max_steps": (max_steps, "flag --max-steps"),
+        "training.batch_size": (batch_size, "flag --batch-size"),
+        "training.num_workers": (num_workers, "flag --num-workers"),
+        "training.profile": (profile or None, "flag --profile"),
+    }
+    values = {key: given for key, given in typed.items() if given[0] is not None}
     if fast_dev_run:
         # A quick look at N batches leaves nothing behind that a real run would find.
-        for key, value in (
-            ("training.max_steps", fast_dev_run),
-            ("checkpoint.interval", 0),
-            ("logging.tensorboard", False),
-            ("logging.wandb", False),
-        ):
+        quiet = {"checkpoint.interval": 0, "logging.tensorboard": False, "logging.wandb": False}
+        for key, value in {"training.max_steps": fast_dev_run, **quiet}.items():
             values[key] = (value, "flag --fast-dev-run")
     return values
 
 
 def environment_values(environ: Mapping[str, str]) -> Values:
     """GPU_RANK of the earlier guides names the GPU of a one-GPU run."""
-    text = environ.get("GPU_RANK")
-    if text is None:
-        return {}
-    if not text.isdigit():
-        raise UsageError(f"GPU_RANK={text} is not a GPU number", remedy="set it to 0 or higher, or unset it")
-    return {"system.device_id": (int(text), "environment GPU_RANK")}
+    gpu = _number(environ, "GPU_RANK", 0, "a GPU number")
+    return {} if gpu is None else {"system.device_id": (gpu, "environment GPU_RANK")}
 
 
 def gpu_count_from_environment(environ: Mapping[str, str]) -> int | None:
     """NUM_GPUS of the earlier guides: how many GPUs (or ranks) a job takes."""
-    text = environ.get("NUM_GPUS")
+    return _number(environ, "NUM_GPUS", 1, "a number of GPUs")
+
+
+def _number(environ: Mapping[str, str], name: str, least: int, what: str) -> int | None:
+    text = environ.get(name)
     if text is None:
         return None
-    if not text.isdigit() or int(text) == 0:
-        raise UsageError(f"NUM_GPUS={text} is not a number of GPUs", remedy="set it to 1 or higher, or unset it")
+    if not text.isdigit() or int(text) < least:
+        raise UsageError(f"{name}={text} is not {what}", remedy=f"set it to {least} or higher, or unset it")
     return int(text)
+
+
+def require_world(config: Config, world_size: int) -> None:
+    """Raises all that is wrong with a configuration on this number of ranks."""
+    if problems := check_world(config, world_size):
+        raise ConfigError(problems)
 
 
 def configured(
@@ -95,4 +95,5 @@ def _check_one_meaning(flags: Values, overrides: list[str]) -> None:
             continue
         typed = flag if value is True else f"{flag} {value}"
         text = sets[key] if isinstance(sets[key], str) else shown(sets[key])
-        raise UsageError(f"{typed} and --set {key}={text} say two things of one key", remedy="leave one of them out")
+        fact = f"{typed} and --set {key}={text} set one key to two different values"
+        raise UsageError(fact, remedy="leave one of them out")

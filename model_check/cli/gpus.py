@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from model_check.cli.options import AsJson
 from model_check.launch import choose_gpus, list_gpus
 
 
@@ -17,7 +18,7 @@ def gpus(
     choose: Annotated[
         str | None, typer.Option("--gpus", help="Which GPUs a job would take: all, auto, or ids such as 0,3 or 0-3.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the GPUs of this machine with memory, load and processes.
 
@@ -36,12 +37,5 @@ def gpus(
         used = f"{gpu.memory_used / 2**30:.1f} / {gpu.memory_total / 2**30:.1f} GiB"
         load = "unknown" if gpu.utilization is None else f"{gpu.utilization} %"
         mark = "✓" if gpu.index in chosen else ""
-        table.add_row(
-            str(gpu.index),
-            gpu.name,
-            used,
-            load,
-            str(len(gpu.processes)),
-            mark,
-        )
+        table.add_row(str(gpu.index), gpu.name, used, load, str(len(gpu.processes)), mark)
     Console().print(table)

@@ -24,58 +24,42 @@ _READER_LEFT = 128 + signal.SIGPIPE
 
 @dataclass(frozen=True)
 class Verb:
-    """Where a verb lives and what it does; its module is imported when it is called, so that help needs no torch."""
+    """What a verb does. It is a function of its own name in a module of its own name, imported when it is called, so
+    that help needs no torch; each of its subverbs is a function there too."""
 
-    module: str
-    function: str
     line: str
-    passes_arguments_on: bool = False
     subverbs: tuple[str, ...] = ()
+    passes_arguments_on: bool = False
     usage: str = "[FLAGS]"
 
 
+_RUN_USAGE = "[FLAGS] SCRIPT ARGS… | [FLAGS] -- COMMAND…"
+_FORMS, _MEASUREMENTS = ("inspect", "verify", "convert"), ("throughput", "data", "comm", "startup")
 VERBS = {
-    "train": Verb("model_check.cli.train", "train", "Train a LLaMA on every GPU, or on CPU ranks."),
-    "prepare": Verb("model_check.cli.prepare", "prepare", "Tokenize and cache the data of a configuration."),
-    "plan": Verb("model_check.cli.plan", "plan", "What a configuration needs of a GPU, and how to run it best."),
-    "doctor": Verb("model_check.cli.doctor", "doctor", "Say whether this machine can train, and what to mend."),
-    "gpus": Verb("model_check.cli.gpus", "gpus", "List the GPUs, their load, and which ones a job would take."),
-    "run": Verb(
-        "model_check.cli.run",
-        "run",
-        "Run any PyTorch script under the black box.",
-        passes_arguments_on=True,
-        usage="[FLAGS] SCRIPT ARGS… | [FLAGS] -- COMMAND…",
-    ),
-    "attach": Verb("model_check.cli.attach", "attach", "Say who waits for whom in a job that hangs right now."),
-    "diagnose": Verb("model_check.cli.diagnose", "diagnose", "Say what happened to a run, from its directory."),
-    "checkpoint": Verb(
-        "model_check.cli.checkpoint",
-        "checkpoint",
-        "Look at saved state, prove it whole, change its form: inspect, verify, convert.",
-        subverbs=("inspect", "verify", "convert"),
-    ),
-    "bench": Verb(
-        "model_check.cli.bench",
-        "bench",
-        "Measure this machine: throughput, data, comm, startup.",
-        subverbs=("throughput", "data", "comm", "startup"),
-    ),
-    "explain": Verb("model_check.cli.explain", "explain", "The long form of an error code."),
+    "train": Verb("Train a LLaMA on every GPU, or on CPU ranks."),
+    "prepare": Verb("Tokenize and cache the data of a configuration."),
+    "plan": Verb("What a configuration needs of a GPU, and how to run it best."),
+    "doctor": Verb("Say whether this machine can train, and what to mend."),
+    "gpus": Verb("List the GPUs, their load, and which ones a job would take."),
+    "run": Verb("Run any PyTorch script under the black box.", passes_arguments_on=True, usage=_RUN_USAGE),
+    "attach": Verb("Say who waits for whom in a job that hangs right now."),
+    "diagnose": Verb("Say what happened to a run, from its directory."),
+    "checkpoint": Verb("Look at saved state, prove it whole, change its form: inspect, verify, convert.", _FORMS),
+    "bench": Verb("Measure this machine: throughput, data, comm, startup.", _MEASUREMENTS),
+    "explain": Verb("The long form of an error code."),
 }
 
 
 def overview() -> str:
-    lines = [
-        "Train LLaMA-style models on every GPU you have, and know why when it breaks.",
-        "",
-        "usage: model-check VERB [flags]       model-check VERB --help",
-        "",
-        *(f"  {name:12s}{verb.line}" for name, verb in VERBS.items()),
-        "",
-        "example: model-check train --preset debug",
-    ]
-    return "\n".join(lines)
+    verbs = "\n".join(f"  {name:12s}{verb.line}" for name, verb in VERBS.items())
+    return f"""\
+Train LLaMA-style models on every GPU you have, and know why when it breaks.
+
+usage: model-check VERB [flags]       model-check VERB --help
+
+{verbs}
+
+example: model-check train --preset debug"""
 
 
 def with_dashes(arguments: Sequence[str]) -> list[str]:
@@ -94,7 +78,7 @@ def call(name: str, arguments: Sequence[str]) -> int:
     from model_check.cli.mistakes import ParserError, in_our_words
 
     verb = VERBS[name]
-    module = importlib.import_module(verb.module)
+    module = importlib.import_module(f"model_check.cli.{name}")
     about = f"{verb.line}\n\nExample: model-check {name} {verb.subverbs[0]} --help" if verb.subverbs else None
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, help=about)
     settings: dict[str, Any] = {}
@@ -105,7 +89,7 @@ def call(name: str, arguments: Sequence[str]) -> int:
             "allow_interspersed_args": False,
             "token_normalize_func": lambda flag: flag.replace("_", "-"),
         }
-    for function in verb.subverbs or (verb.function,):
+    for function in verb.subverbs or (name,):
         app.command(function, context_settings=settings, options_metavar=verb.usage)(getattr(module, function))
     given = list(arguments) if verb.passes_arguments_on else with_dashes(arguments)
     try:

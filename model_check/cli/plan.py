@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from model_check.cli.flags import configured, flag_values
-from model_check.config import check_world
+from model_check.cli.flags import configured, flag_values, require_world
+from model_check.cli.options import AsJson, BatchSize, ConfigFiles, Overrides, Preset
 from model_check.engine.data_and_shape import shape_of
-from model_check.errors import ConfigError, UsageError
+from model_check.errors import UsageError
 from model_check.launch import Gpu, list_gpus
 from model_check.plan.advice import Advice, advise, changes_of, fewest_gpus
 from model_check.plan.devices import Device, device_named, parse_device
 from model_check.plan.memory import CATEGORIES, GIB, MemoryPlan
 from model_check.plan.options import LARGEST_BATCH, Job, Option
-from model_check.plan.speed import GPUS_PER_HOST, SpeedPlan
+from model_check.plan.speed import GPUS_PER_HOST
 
 SHOWN_CUTS = 4
 # The driver keeps some of what NVML calls the total; CUDA never sees it.
@@ -29,11 +29,9 @@ DRIVER_SHARE = 0.005
 
 
 def plan(
-    preset: Annotated[str | None, typer.Option(help="debug, production, full, stable, 14b or 32b.")] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="A JSON or YAML file; repeatable, later ones win.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="One value, e.g. --set training.batch_size=4; repeatable.")
-    ] = None,
+    preset: Preset = None,
+    config: ConfigFiles = None,
+    overrides: Overrides = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -43,8 +41,8 @@ def plan(
     ] = None,
     world_size: Annotated[int | None, typer.Option(help="GPUs of the job. Default: those here.", min=1)] = None,
     gpus_per_host: Annotated[int, typer.Option(help="GPUs that fast links connect.", min=1)] = GPUS_PER_HOST,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    batch_size: BatchSize = None,
+    as_json: AsJson = False,
 ) -> int:
     """Say what a configuration needs of each GPU, which strategies fit, how fast they are, and which to take.
 
@@ -55,7 +53,7 @@ def plan(
     resolved = configured(preset, False, config or [], overrides or [], flag_values(batch_size=batch_size))
     device, ranks = _machine(gpu, world_size)
     job = Job(resolved, shape_of(resolved), ranks, device, gpus_per_host)
-    _check_ranks(job)
+    require_world(resolved, ranks)
     option = job.as_configured()
     found = advise(job)
     if as_json:
@@ -89,19 +87,6 @@ def smallest_device(gpus: Sequence[Gpu]) -> Device | None:
         return None
     gpu = min(known, key=lambda found: found.memory_total)
     return device_named(gpu.name, round(gpu.memory_total * (1 - DRIVER_SHARE)))
-
-
-def _check_ranks(job: Job) -> None:
-    """What training on this many ranks would refuse is not planned for."""
-    parallel = job.config.parallel
-    cut = parallel.tensor * parallel.pipeline * parallel.context
-    if job.world_size % cut:
-        raise UsageError(
-            f"--world-size {job.world_size} is not a multiple of parallel.tensor*pipeline*context={cut}",
-            remedy=f"plan for {cut * max(1, job.world_size // cut)} GPUs, or change the sizes",
-        )
-    if problems := check_world(job.config, job.world_size):
-        raise ConfigError(problems)
 
 
 def plan_record(job: Job, option: Option, found: Advice | None) -> dict[str, Any]:
@@ -138,7 +123,7 @@ def option_record(job: Job, option: Option) -> dict[str, Any]:
         "fits": option.fits,
         "largest_batch": job.largest_batch(option),
         "memory": _memory_record(option.memory),
-        "speed": None if speed is None else _speed_record(speed),
+        "speed": None if speed is None else asdict(speed),
         "changes": changes_of(job, option),
     }
 
@@ -153,16 +138,6 @@ def _memory_record(memory: MemoryPlan) -> dict[str, Any]:
         "outside_gib": memory.outside / GIB,
         "needed_gib": memory.needed / GIB,
         "host_gib": memory.host / GIB,
-    }
-
-
-def _speed_record(speed: SpeedPlan) -> dict[str, float]:
-    return {
-        "step_s": speed.step_s,
-        "tokens_per_s": speed.tokens_per_s,
-        "mfu": speed.mfu,
-        "exposed_communication_s": speed.exposed_communication_s,
-        "bubble_s": speed.bubble_s,
     }
 
 

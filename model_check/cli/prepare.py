@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from model_check.cli.flags import configured
+from model_check.cli.options import ConfigFiles, Debug, Overrides, Preset
 from model_check.config import Config
 from model_check.data import PreparedData
 from model_check.data import prepare as prepare_data
@@ -22,7 +22,7 @@ from model_check.record.redaction import redact_text
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def _progress(say: Callable[[str], None]) -> Iterator[Any]:
     """A bar with an ETA on a terminal, a line every few seconds in a pipe."""
     if not sys.stderr.isatty():
         last = time.monotonic()
@@ -32,7 +32,7 @@ def _progress() -> Iterator[Any]:
             if time.monotonic() - last > 5:
                 last = time.monotonic()
                 of = f" of {total:,}" if total else ""
-                print(f"data: {done:,}{of} documents, {eta_s or 0:.0f} s left", flush=True)
+                say(f"data: {done:,}{of} documents, {eta_s or 0:.0f} s left")
 
         yield line
         return
@@ -42,24 +42,26 @@ def _progress() -> Iterator[Any]:
         yield lambda done, total, eta_s: bar.update(task, completed=done, total=total)
 
 
-def prepare_with_progress(config: Config, *, verify: bool = False) -> PreparedData:
+def prepare_with_progress(
+    config: Config, *, verify: bool = False, say: Callable[[str], None] = typer.echo
+) -> PreparedData:
     """Prepares the data a configuration asks for and says in one line what came of it."""
-    with _progress() as progress:
+    with _progress(say) as progress:
         prepared = prepare_data(
-            data_spec(config), progress=progress, waiting=lambda why: typer.echo(f"data: {why}"), verify=verify
+            data_spec(config), progress=progress, waiting=lambda why: say(f"data: {why}"), verify=verify
         )
     for message in prepared.messages:
-        typer.echo(f"data: {message}")
+        say(f"data: {message}")
     how = f"prepared in {prepared.seconds:.1f} s" if prepared.built else "from the cache"
-    typer.echo(f"data: {redact_text(config.data.dataset)}, {prepared.tokens:,} tokens, {how}")
+    say(f"data: {redact_text(config.data.dataset)}, {prepared.tokens:,} tokens, {how}")
     return prepared
 
 
 def prepare(
-    preset: Annotated[str | None, typer.Option(help="debug, production, full, stable, 14b or 32b.")] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="A JSON or YAML file; repeatable, later ones win.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="One value: --set data.dataset=c4.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="The same as --preset debug.")] = False,
+    preset: Preset = None,
+    config: ConfigFiles = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
     check: Annotated[bool, typer.Option("--verify", help="Read the whole cache and check every block.")] = False,
 ) -> None:
     """Tokenize and cache the data of a configuration; a second call finds it done.

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
 from model_check.blackbox.box import GuardMode
+from model_check.cli.options import RunDirMode
 from model_check.errors import UsageError
 from model_check.launch.foreign import ForeignScript
 from model_check.launch.limits import use_less_memory
@@ -39,9 +41,7 @@ def run(
         Path | None,
         typer.Option("--run-dir", help="Where the evidence and the verdict go (default .outputs/<run-id>)."),
     ] = None,
-    run_dir_mode: Annotated[
-        str, typer.Option(metavar="MODE", help="Permissions of a new run directory, in octal: 0750 for a group.")
-    ] = "0700",
+    run_dir_mode: RunDirMode = "0700",
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module name, as in python -m.")] = False,
     hang_kill_after_s: Annotated[
         float, typer.Option("--hang-kill-after-s", min=0.0, help="End an idle hang after this long; 0: only on proof.")
@@ -90,7 +90,8 @@ def run(
         raise UsageError(f"--nproc {nproc} starts no rank", remedy="give the number of ranks, e.g. --nproc 2")
     if memory_limit_gb == math.inf:
         raise UsageError("--memory-limit-gb inf is no limit", remedy="leave the flag out")
-    mode, way = _guard_mode(guard), _way_to_start(start)
+    mode: GuardMode = _one_of("--guard", GuardMode, guard)
+    way: Start = _one_of("--start", Start, start)
     if low_memory:
         use_less_memory()
     enter_dir = partial(enter, run_dir, mode=read_mode(run_dir_mode))
@@ -122,18 +123,24 @@ def _after_double_dash(words: list[str]) -> bool:
     return len(typed) > len(words) and typed[-len(words) - 1] == "--"
 
 
-def _way_to_start(said: str) -> Start:
-    for way in get_args(Start):
-        if said == way:
-            return way
-    raise UsageError(f"--start {said} is not a way to start a script", remedy="use --start cold or --start gate")
+def _one_of(flag: str, choices: Any, said: str) -> Any:
+    """The word that was typed, as one of the type's."""
+    *most, last = get_args(choices)
+    if said not in (*most, last):
+        raise UsageError(f"{flag} {said} is not one of its modes", remedy=f"use {', '.join(most)} or {last}")
+    return said
 
 
-def _guard_mode(said: str) -> GuardMode:
-    for mode in get_args(GuardMode):
-        if said == mode:
-            return mode
-    raise UsageError(f"--guard {said} is not a mode", remedy="use observe, full, halt or off")
+@contextlib.contextmanager
+def _watched(enter_dir: Enter, limits: Limits) -> Iterator[tuple[RunDir, Supervisor]]:
+    """The run directory, claimed and with the environment in it, and its supervisor."""
+    from model_check.cli.supervision import supervisor_for
+    from model_check.record.environment import snapshot_environment
+
+    directory, claim = enter_dir(Job.alone())
+    with claim:
+        write_json_atomic(directory.environment, snapshot_environment())
+        yield directory, supervisor_for(directory, limits)
 
 
 def _run_script(
@@ -146,16 +153,11 @@ def _run_script(
     start: Start,
     memory_limit_gb: float | None,
 ) -> int:
-    from model_check.cli.supervision import supervisor_for
     from model_check.launch.foreign import run_script
     from model_check.numerics.bootstrap import inject_path
-    from model_check.record.environment import snapshot_environment
 
     script.check()
-    directory, claim = enter_dir(Job.alone())
-    with claim:
-        write_json_atomic(directory.environment, snapshot_environment())
-        supervisor = supervisor_for(directory, limits)
+    with _watched(enter_dir, limits) as (directory, supervisor):
         result = run_script(
             script,
             nproc=nproc,
@@ -184,12 +186,10 @@ def _refuse_a_launcher(words: list[str]) -> None:
 def _run_command(
     words: list[str], enter_dir: Enter, limits: Limits, stop_grace_s: float, guard: GuardMode, *, gated: bool
 ) -> int:
-    from model_check.cli.supervision import supervisor_for
     from model_check.launch.command import run_command
     from model_check.launch.foreign import injected_environment
     from model_check.launch.gate import plan_gate
     from model_check.numerics.bootstrap import inject_path
-    from model_check.record.environment import snapshot_environment
 
     if shutil.which(words[0]) is None:
         if Path(words[0]).is_file():
@@ -197,10 +197,7 @@ def _run_command(
                 f"{words[0]} is not executable", remedy=f"name its interpreter: model-check run -- python {words[0]} …"
             )
         raise UsageError(f"there is no command {words[0]}", remedy="check the command after --")
-    directory, claim = enter_dir(Job.alone())
-    with claim:
-        write_json_atomic(directory.environment, snapshot_environment())
-        supervisor = supervisor_for(directory, replace(limits, own_launcher_s=_OWN_LAUNCHER_S))
+    with _watched(enter_dir, replace(limits, own_launcher_s=_OWN_LAUNCHER_S)) as (directory, supervisor):
         env = injected_environment(directory, os.environ, inject_path(), guard)
         if gated:
             # Only the command knows how many ranks it starts, so the gate admits as many as the host can hold.

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,12 +20,14 @@ from model_check.blackbox.endings import recording_failures
 from model_check.blackbox.gate import Gate
 from model_check.checkpoint import layout
 from model_check.cli.fitting import Fitted, check_host_memory, fit_to_gpus
-from model_check.cli.flags import configured, flag_values, gpu_count_from_environment
-from model_check.config import Config, check_world, to_jsonable
+from model_check.cli.flags import configured, flag_values, gpu_count_from_environment, require_world
+from model_check.cli.options import BatchSize, ConfigFiles, Debug, Gpus, Overrides, Preset, RunDirMode
+from model_check.cli.unwinding import signals_unwind_us
+from model_check.config import Config, to_jsonable
 from model_check.config.eight_bit import torchao_is_installed, torchao_missing
 from model_check.config.shard_index import is_weights_folder
 from model_check.engine.rank_start import begin_rank
-from model_check.errors import ConfigError, ModelCheckError, UsageError
+from model_check.errors import ModelCheckError, UsageError
 from model_check.launch import Gpu, choose_gpus, list_gpus
 from model_check.launch.gate import plan_gate
 from model_check.launch.limits import check_address_space, limit_address_space, use_less_memory
@@ -35,7 +37,6 @@ from model_check.record.claim import Claim, Job, enter
 from model_check.record.paths import RUN_DIR_VARIABLE, read_mode
 from model_check.record.rank_context import RankContext, foreign_launcher
 from model_check.record.redaction import redact_text
-from model_check.record.signal_handlers import handle
 
 CPU_RANKS = 2
 LARGE_ON_A_CPU = 200_000_000  # parameters
@@ -43,26 +44,34 @@ LARGE_ON_A_CPU = 200_000_000  # parameters
 Enter = Callable[..., tuple[RunDir, Claim]]  # `enter` with the run directory's flags filled in
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How the ranks of this host are started, beside what the configuration says."""
+
+    gpus: list[Gpu]
+    ranks: int
+    nnodes: int
+    rdzv_endpoint: str | None
+    resume: str | None
+    verbose_init: bool
+
+
 def train(
-    preset: Annotated[str | None, typer.Option(help="debug, production, full, stable, 14b or 32b.")] = None,
-    config: Annotated[list[Path] | None, typer.Option(help="A JSON or YAML file; repeatable, later ones win.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="One value, e.g. --set training.learning_rate=3e-4; repeatable.")
-    ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="The same as --preset debug.")] = False,
-    gpus: Annotated[str | None, typer.Option(help="all, auto (least used), or ids: 3, 0,3 or 0-3.")] = None,
+    preset: Preset = None,
+    config: ConfigFiles = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+    gpus: Gpus = None,
     nproc: Annotated[int | None, typer.Option(help="Number of ranks: one per GPU, or CPU ranks without one.")] = None,
     nnodes: Annotated[int, typer.Option(help="Hosts of the job; run the same command on each.")] = 1,
     rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT of the first host, with --nnodes.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
     fast_dev_run: Annotated[int, typer.Option(help="Only N steps, without checkpoints and trackers.")] = 0,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences per rank and forward pass.")] = None,
+    batch_size: BatchSize = None,
     num_workers: Annotated[int | None, typer.Option(help="Loader threads per rank.")] = None,
     resume: Annotated[str | None, typer.Option(help="auto, a checkpoint's folder, or weights in another form.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run writes (default .outputs/<run-id>).")] = None,
-    run_dir_mode: Annotated[
-        str, typer.Option(metavar="MODE", help="Permissions of a new run directory, in octal: 0750 for a group.")
-    ] = "0700",
+    run_dir_mode: RunDirMode = "0700",
     profile: Annotated[bool, typer.Option("--profile", help="Trace a few steps with the torch profiler.")] = False,
     force: Annotated[
         bool,
@@ -97,14 +106,15 @@ def train(
     chosen, ranks = _placement(resolved, visible, gpus, nproc, single)
     if nnodes > 1 and rdzv_endpoint is None:
         raise UsageError(f"--nnodes {nnodes} needs a place to meet", remedy="add --rdzv-endpoint HOST:PORT of one host")
-    _check(resolved, ranks * nnodes)
+    require_world(resolved, ranks * nnodes)
     sizes = {"world_size": ranks * nnodes, "ranks_per_host": ranks}
     fitted = fit_to_gpus(resolved, chosen, **sizes, force=force, say=_to_stderr)
     if dry_run:
         typer.echo(json.dumps(to_jsonable(fitted.config), indent=2))
         return 0
     check_host_memory(fitted.config, on_gpu=bool(chosen), **sizes, force=force, say=_to_stderr)
-    return _train_here(fitted, chosen, ranks, nnodes, rdzv_endpoint, partial(enter_dir, run_dir), resume, verbose_init)
+    launch = Launch(chosen, ranks, nnodes, rdzv_endpoint, resume, verbose_init)
+    return _train_here(fitted, launch, partial(enter_dir, run_dir))
 
 
 def _visible_gpus(config: Config) -> list[Gpu]:
@@ -138,12 +148,6 @@ def _device_by_id(device_id: int | None, visible: list[Gpu]) -> Gpu:
         return visible[device_id]
     known = ", ".join(str(gpu.index) for gpu in visible)
     raise UsageError(f"system.device_id={device_id} is not a visible GPU", remedy=f"use one of {known}")
-
-
-def _check(config: Config, world_size: int) -> None:
-    problems = check_world(config, world_size)
-    if problems:
-        raise ConfigError(problems)
 
 
 def _to_stderr(line: str) -> None:
@@ -208,7 +212,7 @@ def _train_as(
     context: RankContext, config: Config, visible: list[Gpu], resume: str | None, *, force: bool, verbose_init: bool
 ) -> None:
     directory = RunDir(context.run_dir)
-    _check(config, context.world_size)
+    require_world(config, context.world_size)
     on_gpu = context.device.startswith("cuda")
     say = _to_stderr if context.rank == 0 else lambda line: None
     ranks, world_size = context.local_world_size, context.world_size
@@ -246,42 +250,24 @@ def _limit_one_rank(context: RankContext, limit_gb: float) -> None:
     limit_address_space(limit_gb)
 
 
-def _train_here(
-    fitted: Fitted,
-    chosen: list[Gpu],
-    ranks: int,
-    nnodes: int,
-    rdzv_endpoint: str | None,
-    enter_dir: Enter,
-    resume: str | None,
-    verbose_init: bool,
-) -> int:
-    config = fitted.config
+def _train_here(fitted: Fitted, launch: Launch, enter_dir: Enter) -> int:
+    config, resume, endpoint = fitted.config, launch.resume, launch.rdzv_endpoint
     _check_checkpoint_folder(config)
     _check_vocabulary_cut(config)
-    _check_what_is_here(config, on_gpu=bool(chosen))
-    _warn_of_a_large_model_on_the_cpu(config, chosen)
+    _check_what_is_here(config, on_gpu=bool(launch.gpus))
+    _warn_of_a_large_model_on_the_cpu(config, launch.gpus)
     with without_looking_for_garbage():
         from model_check.engine.preflight import check_weights
     check_weights(config, resume)
-    job = Job.meeting_at(rdzv_endpoint) if rdzv_endpoint and nnodes > 1 else Job.alone()
+    job = Job.meeting_at(endpoint) if endpoint and launch.nnodes > 1 else Job.alone()
     directory, claim = enter_dir(job, resuming=resume is not None, resume_flag="--resume auto")
     with claim:
         if not claim.joined:
             directory.set_aside_earlier_attempt()
-        return _train_in(directory, fitted, chosen, ranks, nnodes, rdzv_endpoint, resume, verbose_init)
+        return _train_in(directory, fitted, launch)
 
 
-def _train_in(
-    directory: RunDir,
-    fitted: Fitted,
-    chosen: list[Gpu],
-    ranks: int,
-    nnodes: int,
-    rdzv_endpoint: str | None,
-    resume: str | None,
-    verbose_init: bool,
-) -> int:
+def _train_in(directory: RunDir, fitted: Fitted, launch: Launch) -> int:
     with without_looking_for_garbage():
         from model_check.cli.prepare import prepare_with_progress
         from model_check.cli.summary import summary_lines
@@ -292,27 +278,26 @@ def _train_in(
         from model_check.engine.rank import TrainOrder, train_rank
         from model_check.launch.console import ConsoleOptions
         from model_check.launch.job import launch_job
-        from model_check.launch.messages import Voice
         from model_check.launch.placement import Hosts
         from model_check.supervise.hooks import Graces
         from model_check.supervise.supervisor import Limits
 
-    config = fitted.config
+    config, world_size = fitted.config, launch.ranks * launch.nnodes
     _write_identity(directory, fitted)
-    with _verdict_before_the_ranks(directory, ranks * nnodes):
-        check_data(config, ranks * nnodes, prepare_with_progress(config))
+    with _verdict_before_the_ranks(directory, world_size), _speaking() as say:
+        check_data(config, world_size, prepare_with_progress(config, say=say))
     limits = Limits(kill_after_s=config.launch.hang_kill_after_s, io_kill_after_s=config.launch.io_kill_after_s)
     supervisor = supervisor_for(directory, limits)
     with _mistakes_in_the_verdict(directory, phase="start"):
         result = launch_job(
             train_rank,
-            TrainOrder(config, resume, verbose_init=verbose_init),
-            nproc=ranks,
+            TrainOrder(config, launch.resume, verbose_init=launch.verbose_init),
+            nproc=launch.ranks,
             run_dir=directory,
-            hosts=Hosts(nnodes, rdzv_endpoint) if rdzv_endpoint else None,
-            gpus=chosen,
+            hosts=Hosts(launch.nnodes, launch.rdzv_endpoint) if launch.rdzv_endpoint else None,
+            gpus=launch.gpus,
             start=config.launch.start,
-            preload_modules=_preload(config, bool(chosen)),
+            preload_modules=_preload(config, bool(launch.gpus)),
             max_restarts=config.launch.max_restarts,
             memory_limit_gb=config.launch.memory_limit_gb,
             graces=Graces(stop_s=config.launch.stop_grace_s) if config.checkpoint.interval else None,
@@ -326,11 +311,22 @@ def _train_in(
         supervisor.note_stop("interrupted", result.message)
     show_findings(supervisor.finish(result.outcome, result.exits, result.exit_code), supervisor)
     floor = entropy_floor(data_spec(config)) if config.data.dataset == "synthetic" else None
-    voice = Voice(lambda: sys.stdout)
-    for line in summary_lines(directory, result.log_dir, outcome=result.outcome, entropy_floor=floor):
-        voice.say(line)
-    voice.close()
+    with _speaking() as say:
+        for line in summary_lines(directory, result.log_dir, outcome=result.outcome, entropy_floor=floor):
+            say(line)
     return result.exit_code
+
+
+@contextlib.contextmanager
+def _speaking() -> Iterator[Callable[[str], None]]:
+    """For lines on standard output that a reader who left or stalls must not turn into the end of the run."""
+    from model_check.launch.messages import Voice
+
+    voice = Voice(lambda: sys.stdout)
+    try:
+        yield voice.say
+    finally:
+        voice.close()  # its thread too: from here on the launcher may fork
 
 
 @contextlib.contextmanager
@@ -338,21 +334,14 @@ def _verdict_before_the_ranks(directory: RunDir, world_size: int) -> Iterator[No
     """What ends a run before its ranks start is in its verdict too."""
     verdict = Verdict(world_size=world_size)
     verdict.write(directory.verdict)
-
-    def stop(number: int, frame: object) -> None:
-        raise _Stopped(number)
-
-    previous = handle({signal.SIGTERM: stop})
     try:
-        with _mistakes_in_the_verdict(directory, phase="data"):
+        with signals_unwind_us(), _mistakes_in_the_verdict(directory, phase="data"):
             yield
-    except (KeyboardInterrupt, _Stopped) as interruption:
-        number = interruption.number if isinstance(interruption, _Stopped) else signal.SIGINT
-        replace(verdict, outcome="interrupted", exit_code=128 + number).write(directory.verdict)
+    except (KeyboardInterrupt, SystemExit) as interruption:
+        code: Any = interruption.code if isinstance(interruption, SystemExit) else 128 + signal.SIGINT
+        replace(verdict, outcome="interrupted", exit_code=code).write(directory.verdict)
         typer.echo("stopped while the data was prepared: no rank was started", err=True)
-        raise typer.Exit(128 + number) from None
-    finally:
-        handle(previous)
+        sys.exit(code)
 
 
 @contextlib.contextmanager
@@ -368,14 +357,6 @@ def _mistakes_in_the_verdict(directory: RunDir, *, phase: str) -> Iterator[None]
             directory.verdict
         )
         raise
-
-
-class _Stopped(BaseException):
-    """SIGTERM came before there were ranks to pass it on to."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def _check_resume(resume: str | None) -> None:

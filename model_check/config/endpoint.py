@@ -10,8 +10,8 @@ import functools
 import http.client
 import socket
 import threading
-import urllib.error
 import urllib.request
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 PROBE_SECONDS = 1.0
@@ -33,20 +33,15 @@ def reachable(endpoint: str, seconds: float = PROBE_SECONDS) -> bool:
         address = (target.hostname or "", target.port or (80 if target.scheme == "http" else 443))
     except ValueError:
         return False  # a port that is none
-    connected = threading.Event()
 
-    def connect() -> None:
+    def connects() -> bool:
         try:
             socket.create_connection(address, timeout=seconds).close()
         except OSError:
-            return
-        connected.set()
+            return False
+        return True
 
-    # A thread, because a name server that does not answer holds getaddrinfo far longer than any socket timeout.
-    attempt = threading.Thread(target=connect, daemon=True, name="hub-probe")
-    attempt.start()
-    attempt.join(seconds)
-    return connected.is_set()
+    return _succeeds_within(seconds, connects)
 
 
 @functools.cache
@@ -55,22 +50,27 @@ def silent(endpoint: str, seconds: float) -> bool:
 
     A refusal is an answer, and so is a certificate that only the libraries know how to trust.
     """
-    answered = threading.Event()
 
-    def request() -> None:
+    def is_answered() -> bool:
         try:
             urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=seconds).close()
-        except TimeoutError:
-            return
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                return
-        except (OSError, ValueError, http.client.HTTPException):
-            pass  # not what we asked for, but not silence
-        answered.set()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            # What is no timeout is not what we asked for, but not silence.
+            return not isinstance(getattr(error, "reason", error), TimeoutError)
+        return True
 
-    # A thread for the same reason as above, and because a server that trickles bytes outlasts every socket timeout.
-    attempt = threading.Thread(target=request, daemon=True, name="hub-request")
-    attempt.start()
-    attempt.join(seconds)
-    return not answered.is_set()
+    return not _succeeds_within(seconds, is_answered)
+
+
+def _succeeds_within(seconds: float, attempt: Callable[[], bool]) -> bool:
+    """On a thread: a name server that stays silent, or a server that trickles bytes, outlasts every socket timeout."""
+    succeeded = threading.Event()
+
+    def run() -> None:
+        if attempt():
+            succeeded.set()
+
+    thread = threading.Thread(target=run, daemon=True, name="hub-probe")
+    thread.start()
+    thread.join(seconds)
+    return succeeded.is_set()

@@ -15,48 +15,34 @@ from model_check.config import codes
 from model_check.errors import Problem
 
 # What other trainers call our keys, where spelling alone would not find them.
-SYNONYMS: dict[str, str] = {
-    "accumulate_grad_batches": "training.grad_accum_nums",
-    "amp": "training.use_amp",
-    "attn_implementation": "model.attention_backend",
-    "bf16": "training.precision",
-    "block_size": "training.context_length",
-    "bs": "training.batch_size",
-    "clip_grad": "training.max_grad_norm",
-    "dp": "parallel.strategy",
-    "dtype": "training.precision",
-    "ffn_dim": "model.intermediate_size",
-    "fp16": "training.precision",
-    "global_batch_size": "training.global_batch",
-    "gpu": "system.device_id",
-    "grad_clip": "training.max_grad_norm",
-    "gradient_accumulation_steps": "training.grad_accum_nums",
-    "gradient_checkpointing": "parallel.activation_checkpointing",
-    "gradient_clipping": "training.max_grad_norm",
-    "initializer_range": "model.init_std",
-    "lr_scheduler_type": "training.scheduler.type",
-    "max_seq_len": "training.context_length",
-    "micro_batch_size": "training.batch_size",
-    "mixed_precision": "training.precision",
-    "model_name": "model.model_path",
-    "model_name_or_path": "model.model_path",
-    "n_embd": "model.hidden_size",
-    "n_head": "model.num_heads",
-    "n_layer": "model.num_layers",
-    "num_attention_heads": "model.num_heads",
-    "num_hidden_layers": "model.num_layers",
-    "num_key_value_heads": "model.num_kv_heads",
-    "pp": "parallel.pipeline",
-    "save_steps": "checkpoint.interval",
-    "seq_len": "training.context_length",
-    "seq_length": "training.context_length",
-    "steps": "training.max_steps",
-    "tie_word_embeddings": "model.tie_embeddings",
-    "torch_dtype": "training.precision",
-    "tp": "parallel.tensor",
-    "train_steps": "training.max_steps",
-    "warmup": "training.scheduler.warmup_steps",
+_NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "checkpoint.interval": ("save_steps",),
+    "model.attention_backend": ("attn_implementation",),
+    "model.hidden_size": ("n_embd",),
+    "model.init_std": ("initializer_range",),
+    "model.intermediate_size": ("ffn_dim",),
+    "model.model_path": ("model_name", "model_name_or_path"),
+    "model.num_heads": ("n_head", "num_attention_heads"),
+    "model.num_kv_heads": ("num_key_value_heads",),
+    "model.num_layers": ("n_layer", "num_hidden_layers"),
+    "model.tie_embeddings": ("tie_word_embeddings",),
+    "parallel.activation_checkpointing": ("gradient_checkpointing",),
+    "parallel.pipeline": ("pp",),
+    "parallel.strategy": ("dp",),
+    "parallel.tensor": ("tp",),
+    "system.device_id": ("gpu",),
+    "training.batch_size": ("bs", "micro_batch_size"),
+    "training.context_length": ("block_size", "max_seq_len", "seq_len", "seq_length"),
+    "training.global_batch": ("global_batch_size",),
+    "training.grad_accum_nums": ("accumulate_grad_batches", "gradient_accumulation_steps"),
+    "training.max_grad_norm": ("clip_grad", "grad_clip", "gradient_clipping"),
+    "training.max_steps": ("steps", "train_steps"),
+    "training.precision": ("bf16", "dtype", "fp16", "mixed_precision", "torch_dtype"),
+    "training.scheduler.type": ("lr_scheduler_type",),
+    "training.scheduler.warmup_steps": ("warmup",),
+    "training.use_amp": ("amp",),
 }
+SYNONYMS = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names}
 
 # What other trainers call our choices.
 CHOICE_SYNONYMS: dict[str, str] = {
@@ -72,10 +58,10 @@ CHOICE_SYNONYMS: dict[str, str] = {
 _SHOWN_CHARACTERS = 80
 
 _RELATIONS = {
-    "greater_than": (">", "gt"),
-    "greater_than_equal": ("≥", "ge"),
-    "less_than": ("<", "lt"),
-    "less_than_equal": ("≤", "le"),
+    "greater_than": (">", "gt", "raise it above"),
+    "greater_than_equal": ("≥", "ge", "raise it to"),
+    "less_than": ("<", "lt", "lower it below"),
+    "less_than_equal": ("≤", "le", "lower it to"),
 }
 
 _EXPECTED_TYPES = {
@@ -167,11 +153,6 @@ def _nearest_key_remedy(key: str, known: list[str]) -> str:
     return f"the sections are {', '.join(sections)}"
 
 
-def faulty_keys(error: ValidationError, flat: Mapping[str, Any]) -> list[str]:
-    """The dotted keys whose values the schema refused."""
-    return list(dict.fromkeys(_dotted_key(details, flat) for details in error.errors()))
-
-
 def schema_problems(error: ValidationError, flat: Mapping[str, Any], origins: Mapping[str, str]) -> list[Problem]:
     """A problem for each value that does not fit its key."""
     problems = []
@@ -195,8 +176,8 @@ def _explain(details: ErrorDetails) -> tuple[str, str, str]:
     """Code, what is wrong (the words after the value), and what to do."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind in _RELATIONS:
-        sign, name = _RELATIONS[kind]
-        return codes.OUT_OF_RANGE, f"must be {sign} {context[name]}", _range_remedy(sign, context[name])
+        sign, name, remedy = _RELATIONS[kind]
+        return codes.OUT_OF_RANGE, f"must be {sign} {context[name]}", f"{remedy} {context[name]}"
     if kind == "literal_error":
         choices = [choice.strip(" '") for choice in context["expected"].replace(" or ", ", ").split(",")]
         meant = CHOICE_SYNONYMS.get(str(value).lower(), str(value).lower())
@@ -211,14 +192,6 @@ def _explain(details: ErrorDetails) -> tuple[str, str, str]:
         return codes.WRONG_TYPE, "has the wrong number of entries", "write two numbers, such as [0.9, 0.95]"
     expected = _EXPECTED_TYPES.get(kind, "of another type")
     return codes.WRONG_TYPE, f"must be {expected}", _type_remedy(kind, value, expected)
-
-
-def _range_remedy(sign: str, bound: float) -> str:
-    if sign == ">":
-        return f"raise it above {bound}"
-    if sign == "<":
-        return f"lower it below {bound}"
-    return f"{'raise' if sign == '≥' else 'lower'} it to {bound}"
 
 
 def _type_remedy(kind: str, value: Any, expected: str) -> str:

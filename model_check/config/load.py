@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from model_check.config import codes
 from model_check.config.faults import shown
 from model_check.config.presets import DEFAULT_PRESET, PRESETS, preset_path
 from model_check.config.resolve import SIZES, weights_file
-from model_check.config.schema import Config, build_config, flat_values, parse_values, section_names
+from model_check.config.schema import Config, build_config, flat_values, leaf_fields
 from model_check.config.sources import parse_yaml, read_config_file
 from model_check.config.validate import rule_problems
 from model_check.errors import ConfigError, Problem
@@ -33,43 +34,29 @@ class _Layers:
             for name, inner in value.items():
                 self.add_value(f"{key}.{name}", inner, origin)
         elif value is not None:
-            self.problems.append(
-                Problem(
-                    codes.NOT_A_SECTION,
-                    key,
-                    f"{key}={shown(value)} (from {origin}) must be a section with keys",
-                    f"write keys below {key}, as docs/configuration.md lists them",
-                )
+            message = f"{key}={shown(value)} (from {origin}) must be a section with keys"
+            self.refuse(
+                codes.NOT_A_SECTION, key, message, f"write keys below {key}, as docs/configuration.md lists them"
             )
 
     def add_tree(self, tree: Any, origin: str) -> None:
         """A whole file; an empty one says nothing."""
-        if tree is not None and not isinstance(tree, Mapping):
-            self.problems.append(
-                Problem(
-                    codes.NOT_A_SECTION,
-                    "",
-                    f"{origin} holds {shown(tree)} where sections are expected",
-                    'begin with a section, such as {"training": {"max_steps": 10}}',
-                )
+        if isinstance(tree, Mapping):
+            for key, value in tree.items():
+                self.add_value(str(key), value, origin)
+        elif tree is not None:
+            message = f"{origin} holds {shown(tree)} where sections are expected"
+            self.refuse(
+                codes.NOT_A_SECTION, "", message, 'begin with a section, such as {"training": {"max_steps": 10}}'
             )
-            return
-        for key, value in (tree or {}).items():
-            self.add_value(str(key), value, origin)
 
     def add_file(self, path: Path, origin: str) -> None:
-        try:
+        with self._keeping_problems():
             self.add_tree(read_config_file(path), origin)
-        except ConfigError as error:
-            self.problems += error.problems
 
     def add_preset(self, name: str) -> None:
-        try:
-            path = preset_path(name)
-        except ConfigError as error:
-            self.problems += error.problems
-        else:
-            self.add_file(path, _preset_origin(name))
+        with self._keeping_problems():
+            self.add_file(preset_path(name), f"preset {name}")
 
     def add_override(self, assignment: str) -> None:
         """One `section.key=value` of --set; the value is a YAML scalar (or list)."""
@@ -78,26 +65,24 @@ class _Layers:
         try:
             value = parse_yaml(text)
         except ValueError as error:
-            self.problems.append(
-                Problem(
-                    codes.BAD_ASSIGNMENT,
-                    key,
-                    f"--set {assignment} has a value that cannot be read: {error}",
-                    "quote it",
-                )
-            )
+            message = f"--set {assignment} has a value that cannot be read: {error}"
+            self.refuse(codes.BAD_ASSIGNMENT, key, message, "quote it")
             return
-        if not equals or not key:
-            self.problems.append(
-                Problem(
-                    codes.BAD_ASSIGNMENT,
-                    key,
-                    f"--set {assignment} is not of the form section.key=value",
-                    "write it like --set training.max_steps=10",
-                )
-            )
-            return
-        self.add_value(key, value, "--set")
+        if equals and key:
+            self.add_value(key, value, "--set")
+        else:
+            message = f"--set {assignment} is not of the form section.key=value"
+            self.refuse(codes.BAD_ASSIGNMENT, key, message, "write it like --set training.max_steps=10")
+
+    def refuse(self, code: str, key: str, message: str, remedy: str) -> None:
+        self.problems.append(Problem(code, key, message, remedy))
+
+    @contextmanager
+    def _keeping_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            self.problems += error.problems
 
     def add_config(self, config: Config) -> None:
         self.values |= flat_values(config)
@@ -119,12 +104,9 @@ class _Layers:
         return self.origins.get(key) in _PRESET_ORIGINS
 
 
-def _preset_origin(name: str) -> str:
-    return f"preset {name}"
-
-
-_SECTIONS = section_names(Config)
-_PRESET_ORIGINS = frozenset(map(_preset_origin, PRESETS))
+# Every part of a dotted key before one of its dots.
+_SECTIONS = {key[:at] for key in leaf_fields(Config) for at, sign in enumerate(key) if sign == "."}
+_PRESET_ORIGINS = {f"preset {name}" for name in PRESETS}
 
 
 def load_config(
@@ -166,11 +148,7 @@ def _checked(layers: _Layers, source: str) -> Config:
         # Without its preset most of a configuration is missing; what else seems wrong follows from that.
         raise ConfigError(layers.problems, source)
     layers.leave_shape_to_named_model()
-    config, problems = parse_values(layers.values, layers.origins)
-    problems = layers.problems + problems
-    if problems or config is None:
-        raise ConfigError(problems, source)
-    return config
+    return build_config(layers.values, layers.origins, source, layers.problems)
 
 
 def validate_config(config: Config | Mapping[str, Any] | str | Path) -> tuple[bool, list[str]]:

@@ -12,7 +12,7 @@ from model_check.config.faults import shown
 from model_check.config.load import load_config
 from model_check.config.presets import DEFAULT_PRESET, PRESETS, preset_path
 from model_check.config.resolve import resolve_shape
-from model_check.config.schema import Config
+from model_check.config.schema import Config, flat_values
 from model_check.config.shapes import SHAPES
 from model_check.errors import ConfigError
 
@@ -113,12 +113,8 @@ def _presets() -> str:
     lines = ["## Presets", "", f"| preset | {' | '.join(f'`{key}`' for key in _PRESET_KEYS)} |"]
     lines.append("|---" * (len(_PRESET_KEYS) + 1) + "|")
     for name in PRESETS:
-        config = load_config(preset=name)
-        cells = []
-        for key in _PRESET_KEYS:
-            section, _, leaf = key.partition(".")
-            cells.append(shown(getattr(getattr(config, section), leaf)))
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        values = flat_values(load_config(preset=name))
+        lines.append(f"| `{name}` | {' | '.join(shown(values[key]) for key in _PRESET_KEYS)} |")
     details = [
         f"\n`{name}` in full:\n\n```json\n{json.dumps(json.loads(preset_path(name).read_text()), indent=2)}\n```"
         for name in ("debug", "stable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,29 +30,28 @@ SIZES = (
 def resolve_shape(model: ModelSection, vocab_size: int | None = None) -> ModelShape:
     """The shape to build. `vocab_size` is the tokenizer's: used where nothing else says it, and checked always."""
     base = base_shape(model.model_path)
-    problems = size_problems(model, base)
     rows = model.vocab_size or (base.vocab_size if base else vocab_size)
-    if rows is None:
-        problems.append(
-            Problem(
-                codes.SIZES_MISSING,
-                "model.vocab_size",
-                "model.vocab_size is null, and neither model.model_path nor a tokenizer says how many tokens there are",
-                "set model.vocab_size",
-            )
-        )
-    elif vocab_size is not None and vocab_size > rows:
-        problems.append(
-            Problem(
-                codes.VOCABULARY_TOO_SMALL,
-                "model.vocab_size",
-                f"the model's vocabulary of {rows} is smaller than the tokenizer's {vocab_size}",
-                f"set model.vocab_size to {vocab_size} or more, or use the tokenizer that belongs to the model",
-            )
-        )
+    problems = [*size_problems(model, base), *_vocabulary_problems(rows, vocab_size)]
     if problems or rows is None:
         raise ConfigError(problems, "the model section")
     return _assemble(model, base, rows)
+
+
+def _vocabulary_problems(rows: int | None, tokens: int | None) -> Iterator[Problem]:
+    if rows is None:
+        yield Problem(
+            codes.SIZES_MISSING,
+            "model.vocab_size",
+            "model.vocab_size is null, and neither model.model_path nor a tokenizer says how many tokens there are",
+            "set model.vocab_size",
+        )
+    elif tokens is not None and tokens > rows:
+        yield Problem(
+            codes.VOCABULARY_TOO_SMALL,
+            "model.vocab_size",
+            f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokens}",
+            f"set model.vocab_size to {tokens} or more, or use the tokenizer that belongs to the model",
+        )
 
 
 def base_shape(model_path: str | None) -> ModelShape | None:
@@ -75,11 +75,7 @@ def weights_file(model_path: str | None) -> Path | None:
     """The path, where it is a plain file of weights: it holds tensors of some shape, but does not say which model."""
     if model_path is None or Path(model_path).suffix not in _WEIGHTS_SUFFIXES:
         return None
-    try:
-        path = Path(model_path).expanduser()
-        return path if path.is_file() else None
-    except (OSError, RuntimeError, ValueError):  # as for a folder
-        return None
+    return _existing(model_path, Path.is_file)
 
 
 def may_be_hub_id(model_path: str) -> bool:
@@ -89,104 +85,86 @@ def may_be_hub_id(model_path: str) -> bool:
 
 def existing_folder(model_path: str) -> Path | None:
     """The path, where it is a folder that is there."""
+    return _existing(model_path, Path.is_dir)
+
+
+def _existing(model_path: str, is_kind: Callable[[Path], bool]) -> Path | None:
     try:
-        folder = Path(model_path).expanduser()
-        return folder if folder.is_dir() else None
-    except (OSError, RuntimeError, ValueError):  # a name too long, a home that nobody has, a NUL byte: no folder
+        path = Path(model_path).expanduser()
+        return path if is_kind(path) else None
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home that nobody has, a NUL byte: nothing there
         return None
 
 
-def size_problems(model: ModelSection, base: ModelShape | None) -> list[Problem]:
+def size_problems(model: ModelSection, base: ModelShape | None) -> Iterator[Problem]:
     """What is wrong with the sizes, as far as they are known: a hub id may not have told its shape yet."""
+    weights = weights_file(model.model_path)
+    missing = [name for name in ("num_layers", "hidden_size", "num_heads") if getattr(model, name) is None]
     if model.init == "pretrained" and base is not None:
-        return _reshaped(model, base)
-    if weights_file(model.model_path) is not None and model.init == "random":
-        return [
-            Problem(
-                codes.NOTHING_PRETRAINED,
-                "model.model_path",
-                f"model.model_path={model.model_path} is a file of weights, and model.init=random takes none",
-                "set model.init to pretrained, or model.model_path to a shape",
-            )
-        ]
-    if base is None and (model.model_path is None or weights_file(model.model_path) is not None):
-        missing = [name for name in ("num_layers", "hidden_size", "num_heads") if getattr(model, name) is None]
-        if missing:
-            names = " and ".join(f"model.{name}" for name in missing)
-            return [
-                Problem(
-                    codes.SIZES_MISSING,
-                    f"model.{missing[0]}",
-                    f"{_without_sizes(model)} and {names} {'is' if len(missing) == 1 else 'are'} null too",
-                    "set the sizes, or set model.model_path to a shape such as llama-3.1-8b",
-                )
-            ]
-    return _head_problems(model, base)
+        yield from _reshaped(model, base)
+    elif model.init == "random" and weights is not None:
+        yield Problem(
+            codes.NOTHING_PRETRAINED,
+            "model.model_path",
+            f"model.model_path={model.model_path} is a file of weights, and model.init=random takes none",
+            "set model.init to pretrained, or model.model_path to a shape",
+        )
+    elif missing and (model.model_path is None or weights is not None):
+        file = f"={model.model_path} is a file of weights, which says no sizes," if weights else " is null"
+        names = " and ".join(f"model.{name}" for name in missing)
+        yield Problem(
+            codes.SIZES_MISSING,
+            f"model.{missing[0]}",
+            f"model.model_path{file} and {names} {'is' if len(missing) == 1 else 'are'} null too",
+            "set the sizes, or set model.model_path to a shape such as llama-3.1-8b",
+        )
+    else:
+        yield from _head_problems(model, base)
 
 
-def _without_sizes(model: ModelSection) -> str:
-    if model.model_path is None:
-        return "model.model_path is null"
-    return f"model.model_path={model.model_path} is a file of weights, which says no sizes,"
-
-
-def _reshaped(model: ModelSection, base: ModelShape) -> list[Problem]:
-    problems = []
+def _reshaped(model: ModelSection, base: ModelShape) -> Iterator[Problem]:
     for name in SIZES:
         asked, has = getattr(model, name), getattr(base, name)
         if asked is not None and asked != has:
-            problems.append(
-                Problem(
-                    codes.PRETRAINED_RESHAPED,
-                    f"model.{name}",
-                    f"model.{name}={asked} differs from the {has} of the weights that model.init=pretrained takes "
-                    f"from model.model_path={model.model_path}",
-                    f"set model.{name} to null, or model.init to random",
-                )
+            yield Problem(
+                codes.PRETRAINED_RESHAPED,
+                f"model.{name}",
+                f"model.{name}={asked} differs from the {has} of the weights that model.init=pretrained takes "
+                f"from model.model_path={model.model_path}",
+                f"set model.{name} to null, or model.init to random",
             )
-    return problems
 
 
-def _head_problems(model: ModelSection, base: ModelShape | None) -> list[Problem]:
+def _head_problems(model: ModelSection, base: ModelShape | None) -> Iterator[Problem]:
     hidden = model.hidden_size or (base.hidden_size if base else None)
     heads = model.num_heads or (base.num_heads if base else None)
     kv_heads = _kv_heads(model, base)
-    problems = []
     if hidden and heads and not _keeps_heads(model, base):
         if hidden % heads:
             below = hidden - hidden % (2 * heads)
             choices = " or ".join(str(size) for size in (below, below + 2 * heads) if size)
-            problems.append(
-                Problem(
-                    codes.HIDDEN_NOT_DIVISIBLE,
-                    "model.hidden_size",
-                    "model.hidden_size must be divisible by model.num_heads, "
-                    f"but {hidden} / {heads} = {hidden / heads:g}",
-                    f"set model.hidden_size to {choices}, or change model.num_heads",
-                )
+            yield Problem(
+                codes.HIDDEN_NOT_DIVISIBLE,
+                "model.hidden_size",
+                f"model.hidden_size must be divisible by model.num_heads, but {hidden} / {heads} = {hidden / heads:g}",
+                f"set model.hidden_size to {choices}, or change model.num_heads",
             )
         elif (hidden // heads) % 2:
-            problems.append(
-                Problem(
-                    codes.ODD_HEAD,
-                    "model.num_heads",
-                    f"model.hidden_size={hidden} over model.num_heads={heads} gives an odd head dimension of "
-                    f"{hidden // heads}, which rotary positions cannot use",
-                    "choose sizes whose quotient is even, such as 64 or 128",
-                )
+            yield Problem(
+                codes.ODD_HEAD,
+                "model.num_heads",
+                f"model.hidden_size={hidden} over model.num_heads={heads} gives an odd head dimension of "
+                f"{hidden // heads}, which rotary positions cannot use",
+                "choose sizes whose quotient is even, such as 64 or 128",
             )
     if heads and kv_heads and heads % kv_heads:
         divisors = [str(count) for count in range(1, heads + 1) if heads % count == 0]
-        problems.append(
-            Problem(
-                codes.HEADS_NOT_DIVISIBLE,
-                "model.num_kv_heads",
-                "model.num_heads must be divisible by model.num_kv_heads, "
-                f"but {heads} / {kv_heads} = {heads / kv_heads:g}",
-                f"set model.num_kv_heads to one of {', '.join(divisors)}",
-            )
+        yield Problem(
+            codes.HEADS_NOT_DIVISIBLE,
+            "model.num_kv_heads",
+            f"model.num_heads must be divisible by model.num_kv_heads, but {heads} / {kv_heads} = {heads / kv_heads:g}",
+            f"set model.num_kv_heads to one of {', '.join(divisors)}",
         )
-    return problems
 
 
 def _kv_heads(model: ModelSection, base: ModelShape | None) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
-from model_check.config.faults import faulty_keys, schema_problems, unknown_key_problems
+from model_check.config.faults import schema_problems, unknown_key_problems
 from model_check.config.sections import (
     CheckpointSection,
     DataSection,
@@ -44,10 +45,13 @@ class Config(Section):
     @property
     def origins(self) -> dict[str, str]:
         """Dotted key -> "default", "preset debug", the path of a file, "--set", "flag --max-steps", …"""
-        set_in_python = set(_keys_set(self))
         return {
-            key: self._origins.get(key, "python" if key in set_in_python else "default") for key in leaf_fields(Config)
+            key: self._origins.get(key, "python" if self._was_set(key) else "default") for key in leaf_fields(Config)
         }
+
+    def _was_set(self, key: str) -> bool:
+        section, _, leaf = key.rpartition(".")
+        return leaf in attrgetter(section)(self).model_fields_set
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> Config:
         """A copy with these dotted keys changed; raises ConfigError with every problem of the result."""
@@ -80,35 +84,9 @@ def leaf_fields(section: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def section_names(section: type[BaseModel], prefix: str = "") -> set[str]:
-    """The dotted names of every section below this one."""
-    names: set[str] = set()
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            names |= {prefix + name} | section_names(kind, f"{prefix}{name}.")
-    return names
-
-
-def flat_values(section: BaseModel, prefix: str = "") -> dict[str, Any]:
+def flat_values(config: Config) -> dict[str, Any]:
     """Every dotted key with its value."""
-    flat: dict[str, Any] = {}
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            flat |= flat_values(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def _keys_set(section: BaseModel, prefix: str = "") -> Iterator[str]:
-    for name in section.model_fields_set:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _keys_set(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+    return {key: attrgetter(key)(config) for key in leaf_fields(Config)}
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,34 +100,30 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def parse_values(flat: Mapping[str, Any], origins: Mapping[str, str]) -> tuple[Config | None, list[Problem]]:
-    """The config these values make (None where one of them does not fit its key) and everything wrong with them."""
-    known = leaf_fields(Config)
-    problems = unknown_key_problems(flat, origins, known)
-    usable = {key: value for key, value in flat.items() if key in known}
-    try:
-        config = _from_flat(usable, origins)
-    except ValidationError as error:
-        faulty = faulty_keys(error, usable)
-        problems += schema_problems(error, usable, origins)
-        rest = _from_flat({key: value for key, value in usable.items() if key not in faulty}, origins)
-        # A rule about a refused value would judge the default that stands in for it.
-        problems += [rule for rule in rule_problems(rest) if not any(key in str(rule) for key in faulty)]
-        return None, problems
-    return config, problems + rule_problems(config)
-
-
 def _from_flat(flat: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     config = Config.model_validate(_nested(flat))
     config._origins = {key: origins[key] for key in flat}
     return config
 
 
-def build_config(flat: Mapping[str, Any], origins: Mapping[str, str], source: str) -> Config:
-    """A valid config, or ConfigError with all problems of these values."""
-    config, problems = parse_values(flat, origins)
-    if problems or config is None:
-        raise ConfigError(problems, source)
+def build_config(
+    flat: Mapping[str, Any], origins: Mapping[str, str], source: str, problems: Iterable[Problem] = ()
+) -> Config:
+    """The config these values make; ConfigError with all that is wrong with them, and with `problems` before them."""
+    known = leaf_fields(Config)
+    usable = {key: value for key, value in flat.items() if key in known}
+    found = [*problems, *unknown_key_problems(flat, origins, known)]
+    try:
+        config = _from_flat(usable, origins)
+        found += rule_problems(config)
+    except ValidationError as error:
+        refused = schema_problems(error, usable, origins)
+        faulty = {problem.key for problem in refused}
+        rest = _from_flat({key: value for key, value in usable.items() if key not in faulty}, origins)
+        # A rule about a refused value would judge the default that stands in for it.
+        found += [*refused, *(rule for rule in rule_problems(rest) if not any(key in str(rule) for key in faulty))]
+    if found:
+        raise ConfigError(found, source)
     return config
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -17,31 +20,18 @@ def is_weights_folder(folder: Path) -> bool:
     return (folder / INDEX_FILE).exists() or (folder / SINGLE_FILE).exists()
 
 
-def cut_into_files(sizes: Mapping[str, int], most: int = SHARD_BYTES) -> dict[str, list[str]]:
-    """File name to tensor names, in order, cut before a file would pass `most` bytes; a larger tensor has its own."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    if len(shards) == 1:
-        return {SINGLE_FILE: shards[0]}
-    return {
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors": names for number, names in enumerate(shards, start=1)
-    }
+def cut_into_files(sizes: Mapping[str, int], most: int = SHARD_BYTES) -> StateDictSplit:
+    """Which tensors go into which file, none of more than `most` bytes; a larger tensor has one of its own."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    return split_state_dict_into_shards_factory(
+        dict(sizes), get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=most
+    )
 
 
-def index_of(files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> dict[str, Any] | None:
+def index_of(files: StateDictSplit) -> dict[str, Any] | None:
     """What INDEX_FILE holds; None where one file has everything, for then there is none."""
-    if len(files) == 1:
-        return None
-    return {
-        "metadata": {"total_size": sum(sizes.values())},
-        "weight_map": {name: file for file, names in files.items() for name in names},
-    }
+    return {"metadata": files.metadata, "weight_map": files.tensor_to_filename} if files.is_sharded else None
 
 
 def tensors_in_index(text: str) -> dict[str, list[str]]:

@@ -99,23 +99,16 @@ def read_config_file(path: Path) -> Any:
         text = path.read_text(encoding="utf-8-sig")
         return parse_yaml(text) if is_yaml else parse_json(text)
     except OSError as error:
-        reason = error.strerror or str(error)
         # Earlier guides keep today's presets in files such as config_stable.json.
         preset = next((name for name in PRESETS if name in path.stem.split("_")), None)
+        code, fact = codes.FILE_UNREADABLE, f"{path} cannot be read: {error.strerror or error}"
         remedy = f"did you mean --preset {preset}?" if preset else "check the path given to --config"
-        problem = Problem(codes.FILE_UNREADABLE, "", f"{path} cannot be read: {reason}", remedy)
     except UnicodeDecodeError as error:
-        problem = Problem(
-            codes.FILE_SYNTAX, "", f"{path} is not UTF-8 text (byte {error.start})", "save the file as UTF-8"
-        )
+        code, fact = codes.FILE_SYNTAX, f"{path} is not UTF-8 text (byte {error.start})"
+        remedy = "save the file as UTF-8"
     except _DuplicateKey as error:
-        problem = Problem(codes.FILE_SYNTAX, "", f"in {path}, {error}", "keep one of them")
+        code, fact, remedy = codes.FILE_SYNTAX, f"in {path}, {error}", "keep one of them"
     except (ValueError, RecursionError) as error:
-        language = "YAML" if is_yaml else "JSON"
-        problem = Problem(
-            codes.FILE_SYNTAX,
-            "",
-            f"{path} is not valid {language}: {error}",
-            "correct that place" if is_yaml else "correct that place, or name the file .yaml if it is YAML",
-        )
-    raise ConfigError([problem], str(path))
+        code, fact = codes.FILE_SYNTAX, f"{path} is not valid {'YAML' if is_yaml else 'JSON'}: {error}"
+        remedy = "correct that place" + ("" if is_yaml else ", or name the file .yaml if it is YAML")
+    raise ConfigError([Problem(code, "", fact, remedy)], str(path))

@@ -44,16 +44,11 @@ class EncodedBatch:
     fraction: float | None
 
 
-def default_workers() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def encode_batches(
     batches: Iterable[TextBatch], tokenizer: Tokenizer, workers: int | None = None
 ) -> Iterator[EncodedBatch]:
     """Every batch tokenized, in order; on `workers` processes (None: one a core) where the text is worth them."""
-    count = default_workers() if workers is None else workers
+    count = len(os.sched_getaffinity(0)) if workers is None else workers
     if count <= 1 or not isinstance(tokenizer, BpeTokenizer):
         yield from _encode_here(batches, tokenizer)
         return

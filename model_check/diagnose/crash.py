@@ -20,7 +20,7 @@ from model_check.diagnose.exceptions import classify_exception
 from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
-from model_check.diagnose.memory import is_fragmented, memory_account, memory_facts, memory_fixes
+from model_check.diagnose.memory import is_fragmented, memory_account, memory_facts, memory_fixes, memory_values
 from model_check.diagnose.raised import (
     facts_of,
     last_swallowed,
@@ -193,23 +193,23 @@ def _exception_finding(
     who = ranks_text(crash.ranks)
     extra: list[str] = []
     fix: list[str] = []
+    facts = {**(left or {}), **facts_of(exception)}
     if code in ("MC307", "MC501"):
         account = memory_account(rank, message, on_device=code == "MC501")
         extra = [*memory_facts(account, evidence.plan), *_memory_history(rank)]
         fix = memory_fixes(account, evidence.plan)
+        facts |= memory_values(account)
         if code == "MC501" and is_fragmented(account):
             code, about = "MC502", "{who} found its device memory in pieces too small to use"
     if code == "MC307":
-        extra += [
-            f"observed: {_limit_setting(evidence)}={limit.gb} is the address space of each rank"
-            for limit in evidence.said(AddressSpaceLimit)[-1:]
-        ]
+        extra += _address_space_limit(evidence)
     if exception.origin is not None and exception.first is exception.origin:
         again = user_frame(replace(exception, origin=None))
         where = f", raised again at {again.site}" if again is not None else ""
         extra.append(f"observed: it was raised in {exception.origin.where} of {who}{where}")
     if code in ("MC110", "MC601") and (path := _file_being_read(rank, crash.root.began)):
         extra.append(f"observed: it was reading {path}")
+        facts["file"] = path
     words = _own_words(exception)
     if code == "MC601" and not words:
         fix = list(_DAMAGED_FILE)
@@ -224,7 +224,12 @@ def _exception_finding(
         # Our own sentence about somebody's files or settings: no line of ours is at fault.
         title, frame, observed = shorten(words, 200, placeholder=" …"), None, f"observed: {who} stopped: {words}"
     reasons = [observed, *led_to_it(exception), *extra, *caught]
-    return crash.finding(code, title, frame, reasons, {**(left or {}), **facts_of(exception)}, fix=fix)
+    return crash.finding(code, title, frame, reasons, facts, fix=fix)
+
+
+def _address_space_limit(evidence: Evidence) -> list[str]:
+    said = evidence.said(AddressSpaceLimit)[-1:]
+    return [f"observed: {_limit_setting(evidence)}={limit.gb} is the address space of each rank" for limit in said]
 
 
 def _own_words(exception: ExceptionEvent) -> str:

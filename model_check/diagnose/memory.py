@@ -8,6 +8,7 @@ free in sum, but in pieces that are all too small, is lost to the layout of the 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.evidence import Evidence, RankEvidence
@@ -74,6 +75,13 @@ def memory_facts(account: OutOfMemory, plan: RunPlan) -> list[str]:
     if account.snapshot:
         facts.append(f"observed: {account.snapshot} opens in PyTorch's memory viewer")
     return facts
+
+
+def memory_values(account: OutOfMemory) -> dict[str, Any]:
+    """The same as facts of the finding: those that are known, in bytes."""
+    known = {name: getattr(account, name) for name in ("requested", "free", "total", "allocated", "rss")}
+    held = {"held": dict(account.categories)} if account.categories else {}
+    return {name: size for name, size in known.items() if size is not None} | held
 
 
 def _host_facts(limits: HostLimits) -> list[str]:

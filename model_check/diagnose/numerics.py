@@ -130,7 +130,8 @@ def _told(evidence: Evidence, kind: type[E]) -> list[tuple[int, E]]:
     told: list[tuple[int, E]] = []
     for rank in evidence.ranks.values():
         goes_on = rank.exit.ok if rank.exit is not None else evidence.live and not rank.exceptions
-        known: list[NonFinite | NonFiniteReceived] = [*rank.happened(NonFinite), *rank.happened(NonFiniteReceived)]
+        known: list[NonFinite | NonFiniteReceived]
+        known = [*rank.happened(NonFinite), *rank.happened(NonFiniteReceived)]
         final = {event.step for event in known if not event.preliminary}
         for event in rank.happened(kind):
             if not (goes_on and event.action == "stopped") and not (event.preliminary and event.step in final):

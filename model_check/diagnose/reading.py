@@ -35,7 +35,6 @@ from model_check.record.process_sample import RankSample
 from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
 from model_check.record.typed import from_json
-from model_check.record.values import whole
 
 T = TypeVar("T")
 _RANK_FILE = re.compile(r"rank-(\d+)")
@@ -118,6 +117,11 @@ class JsonlTail:
         dropped = set(of_kind[first:-newest])
         self.events = [event for n, event in enumerate(self.events) if n not in dropped]
         self._held[kind] = first + newest
+
+
+def _whole(value: Any) -> int:
+    """The value as a whole number; 0 if it is not one."""
+    return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1 << 62 else 0
 
 
 def _kind_of(event: Event) -> str:
@@ -240,13 +244,15 @@ class Reader:
             damage.append(f"{self.run_dir.ring(rank).name}: not a black box, or its header was never finished")
         tail = self._events.setdefault(rank, JsonlTail(self.run_dir.events(rank)))
         damage += tail.update()
-        began = whole(header.get("start_monotonic_ns")) / 1e9
+        began = _whole(header.get("start_monotonic_ns")) / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
-        told = tuple(e for e in tail.events if not _of_earlier_life(e, whole(header.get("pid")), began))
+        told = tuple(e for e in tail.events if not _of_earlier_life(e, _whole(header.get("pid")), began))
         if exit is not None and exit.t < began and exit.pid != header.get("pid"):
             exit = None  # of an earlier life: a rank that no launcher of ours started says of none that it began
-        announced = _announced_exit(told, rank, whole(header.get("pid")), believed_before if exit is None else math.inf)
+        announced = _announced_exit(
+            told, rank, _whole(header.get("pid")), believed_before if exit is None else math.inf
+        )
         exit = _first_end(announced, exit)
         files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
         read = partial(read_stacks, show=place.frame)

@@ -6,6 +6,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from model_check.diagnose.collectives import ranks_text
@@ -87,12 +88,12 @@ def _differs(evidence: Evidence, code: str, what: str, told: Mapping[str, Mappin
     if not other:
         return None
     odd = sorted({rank for values in other.values() for rank in values})
-    init = next((crumb for crumb in evidence.of(odd[0]).crumbs if crumb.phase == "init"), None)
+    init = _first(evidence.of(odd[0]), "init")
     return make_finding(
         code,
         f"{ranks_text(odd)} {what}",
         ranks=odd,
-        frame=frame_of(init) if init is not None and init.file else None,
+        frame=frame_of(init) if init is not None else None,
         evidence=lines,
         severity="warning",
         phase="init",
@@ -102,37 +103,47 @@ def _differs(evidence: Evidence, code: str, what: str, told: Mapping[str, Mappin
     )
 
 
-def _spans(rank: RankEvidence, phase: str, until: float) -> list[tuple[float, float, Crumb]]:
-    """Begin, end and record of each outermost span of a phase; an open one lasts until now."""
-    ends = {c.span: c.time_ns / 1e9 for c in rank.crumbs if c.event == "end"}
-    spans: list[tuple[float, float, Crumb]] = []
+def _first(rank: RankEvidence, phase: str) -> Crumb | None:
+    return next((crumb for crumb in rank.crumbs if crumb.phase == phase and crumb.event == "begin"), None)
+
+
+@dataclass(frozen=True)
+class _Import:
+    """One outermost import, in seconds of CLOCK_MONOTONIC."""
+
+    begin: float
+    end: float  # of one that goes on: now
+    crumb: Crumb
+
+
+def _imports(rank: RankEvidence, now: float) -> list[_Import]:
+    ends = {crumb.span: crumb.time_ns / 1e9 for crumb in rank.crumbs if crumb.event == "end"}
+    found: list[_Import] = []
     for crumb in rank.crumbs:
-        if crumb.event != "begin" or crumb.phase != phase:
-            continue
-        begin, end = crumb.time_ns / 1e9, ends.get(crumb.seq, until)
-        if not spans or begin >= spans[-1][1]:
-            spans.append((begin, end, crumb))
-    return spans
+        if crumb.event == "begin" and crumb.phase == "import":
+            begin = crumb.time_ns / 1e9
+            if not found or begin >= found[-1].end:
+                found.append(_Import(begin, ends.get(crumb.seq, now), crumb))
+    return found
 
 
 def _import_storm(evidence: Evidence) -> Finding | None:
-    spans = {rank.rank: _spans(rank, "import", evidence.now) for rank in evidence.ranks.values()}
-    spans = {rank: found for rank, found in spans.items() if found}
+    imports = {rank.rank: found for rank in evidence.ranks.values() if (found := _imports(rank, evidence.now))}
     cores = evidence.cores or 1
-    if len(spans) < IMPORT_STORM_RANKS or len(spans) <= cores:
+    if len(imports) < IMPORT_STORM_RANKS or len(imports) <= cores:
         return None
-    took = {rank: sum(end - begin for begin, end, _ in found) for rank, found in spans.items()}
-    latest_begin = max(found[0][0] for found in spans.values())
-    earliest_end = min(found[-1][1] for found in spans.values())
+    took = {rank: sum(each.end - each.begin for each in found) for rank, found in imports.items()}
+    latest_begin = max(found[0].begin for found in imports.values())
+    earliest_end = min(found[-1].end for found in imports.values())
     if statistics.median(took.values()) < IMPORT_STORM_S or latest_begin >= earliest_end:
         return None
     slowest = max(took, key=lambda rank: took[rank])
-    longest = max(spans[slowest], key=lambda span: span[1] - span[0])[2]
+    longest = max(imports[slowest], key=lambda each: each.end - each.begin).crumb
     return make_finding(
         "MC101",
-        f"{len(spans)} ranks import the same packages at the same time on {cores} cores",
-        ranks=sorted(spans),
-        frame=frame_of(longest) if longest.file else None,
+        f"{len(imports)} ranks import the same packages at the same time on {cores} cores",
+        ranks=imports,
+        frame=frame_of(longest),
         evidence=[
             f"observed: imports took {min(took.values()):.1f} to {max(took.values()):.1f} s per rank, all at once",
             f"observed: the longest one is {longest.detail or 'an import'} on rank {slowest}",
@@ -147,22 +158,18 @@ def _import_storm(evidence: Evidence) -> Finding | None:
 
 def _everywhere(evidence: Evidence, phase: str, code: str, what: str) -> Finding | None:
     """Something that one rank should do for all is done by all of them."""
-    spans = {rank.rank: _spans(rank, phase, evidence.now) for rank in evidence.ranks.values()}
-    spans = {rank: found for rank, found in spans.items() if found}
-    if evidence.world_size < 2 or len(spans) < evidence.world_size:
+    first = {rank.rank: crumb for rank in evidence.ranks.values() if (crumb := _first(rank, phase)) is not None}
+    if evidence.world_size < 2 or len(first) < evidence.world_size:
         return None
-    sites = {found[0][2].site for found in spans.values()}
-    first = spans[min(spans)][0][2]
+    sites = ", ".join(sorted({crumb.site for crumb in first.values()}))
     return make_finding(
         code,
         f"the script {what}",
-        ranks=sorted(spans),
-        frame=frame_of(first) if first.file else None,
-        evidence=[
-            f"observed: {len(spans)} of {evidence.world_size} ranks did so, at {', '.join(sorted(sites)) or '?'}"
-        ],
+        ranks=first,
+        frame=frame_of(first[min(first)]),
+        evidence=[f"observed: {len(first)} of {evidence.world_size} ranks did so, at {sites or '?'}"],
         severity="warning",
         phase=phase,
-        began=max(found[0][0] for found in spans.values()),
+        began=max(crumb.time_ns / 1e9 for crumb in first.values()),
         now=evidence.now,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -77,7 +77,7 @@ def _looks(rank: RankEvidence) -> list[Gradients]:
     return [
         replace(
             look,
-            norms={n: x for n, x in look.norms.items() if math.isfinite(x)},
+            norms={name: norm for name, norm in look.norms.items() if math.isfinite(norm)},
             largest_output=_finite(look.largest_output),
         )
         for look in rank.happened(Gradients)
@@ -179,22 +179,22 @@ def _stuck(
         levels = _levels(series)
         guess = math.log(choices)
         if _learns_nothing(levels, guess):
-            cause, lines, fix, facts = _why_stuck(seen, passed, evidence)
+            why = _why_stuck(seen, passed, evidence)
             return make_finding(
                 "MC414",
                 f"the loss has stayed at {levels[-1]:.4g} for {passed} steps: no better than guessing",
                 ranks=losses,
                 evidence=[
                     f"observed: loss {levels[0]:.4g} at first, {levels[-1]:.4g} now; ln({choices}) is {guess:.4g}",
-                    *lines,
+                    *why.evidence,
                 ],
                 certainty="suspected",
                 severity="warning",
                 step=series[-1][0],
-                fix=fix,
+                fix=why.fix,
                 now=evidence.now,
-                cause=cause,
-                facts={"loss": levels[-1], "choices": choices, "steps": passed, **facts},
+                cause=why.cause,
+                facts={"loss": levels[-1], "choices": choices, "steps": passed, **why.facts},
             )
     return None
 
@@ -215,20 +215,27 @@ def _learns_nothing(levels: Sequence[float], guess: float) -> bool:
     return flat and guess <= min(levels) and max(levels) <= (1 + STUCK_ABOVE) * guess
 
 
-def _why_stuck(
-    seen: Sequence[Gradients], passed: int, evidence: Evidence
-) -> tuple[str, list[str], list[str], dict[str, Any]]:
-    """The cause as far as it can be seen, sentences, remedies with the one that fits first, and facts."""
+@dataclass(frozen=True)
+class _Why:
+    """Why nothing is learnt, as far as it can be seen, and the remedies with the one that fits first."""
+
+    cause: str
+    evidence: list[str]
+    fix: list[str]
+    facts: dict[str, Any]
+
+
+def _why_stuck(seen: Sequence[Gradients], passed: int, evidence: Evidence) -> _Why:
     higher_rate, gradients, labels = CATALOGUE["MC414"].fix
     rates = list(seen[-1].lr) if seen else _rates(evidence.metrics[-1:])
     lines = [f"observed: learning rate {', '.join(f'{rate:g}' for rate in rates[:_RATES_SHOWN])}"] if rates else []
     facts: dict[str, Any] = {"rates": rates[:_RATES_SHOWN]} if rates else {}
     held_back = _held_back(seen[-1]) if seen else []
     if held_back:
-        return "parameters", [*lines, *held_back], [gradients, higher_rate, labels], facts
+        return _Why("parameters", [*lines, *held_back], [gradients, higher_rate, labels], facts)
     highest = max([rate for look in seen for rate in look.lr] or _rates(evidence.metrics), default=None)
     if highest is None:
-        return "unknown", lines, [], facts
+        return _Why("unknown", lines, [], facts)
     # Adam moves a weight by its rate at most, plain descent by the rate times the gradient.
     move = highest * passed * max([1.0, *map(_total, seen)])
     if move < _LEAST_MOVE:
@@ -236,12 +243,12 @@ def _why_stuck(
             f"inferred: the rate is too small: it can have moved a weight by {move:.1g} at most in {passed} steps"
         )
         facts["moved_at_most"] = move
-        return "rate_too_small", [*lines, too_small], [higher_rate, gradients, labels], facts
+        return _Why("rate_too_small", [*lines, too_small], [higher_rate, gradients, labels], facts)
     if not seen:
-        return "unknown", lines, [], facts
+        return _Why("unknown", lines, [], facts)
     alive = f"observed: gradients reach the parameters (norm {_total(seen[-1]):.3g} at step {seen[-1].step})"
     told = "inferred: the labels do not belong to their inputs, or the inputs say nothing about them"
-    return "labels", [*lines, alive, told], [labels, higher_rate, gradients], facts
+    return _Why("labels", [*lines, alive, told], [labels, higher_rate, gradients], facts)
 
 
 def _rates(steps: Iterable[StepMetrics]) -> list[float]:

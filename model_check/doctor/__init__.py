@@ -1,4 +1,4 @@
-"""Doctor: is this machine ready to train? May import config, launch, observe, data.
+"""Doctor: is this machine ready to train? May import config, record, launch, supervise, data.
 
 One module a stage; a check is a function that returns a frozen `Check`. What may hang or crash runs in a process of its
 own (`probe`), and jobs run through the real commands (`jobs`). `Settings` holds everything a check compares with.

@@ -41,6 +41,15 @@ def skipped(name: str, why: str) -> Check:
     return Check(name, "skip", why)
 
 
+def graded(
+    name: str, value: float, detail: str, fix: str, *, fail: float = 0, warn: float = 0, fatal: str = ""
+) -> Check:
+    """A number against its limits: under `fail` training does not work (`fatal` says why), under `warn` not well."""
+    if value < fail:
+        return failed(name, f"{detail}: {fatal}" if fatal else detail, fix)
+    return warned(name, detail, fix) if value < warn else passed(name, detail)
+
+
 def foreign_words(text: str) -> str:
     """A message of somebody else as part of a sentence: one line, of bounded length, that cannot steer a terminal."""
     line = "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from model_check.doctor.check import Check, failed, passed, warned
-from model_check.doctor.gpu_facts import read_links
-from model_check.doctor.jobs import finished_job, scratch_folder
+from model_check.doctor.check import Check, failed, gib, passed, warned
+from model_check.doctor.gpu_facts import read_facts
+from model_check.doctor.jobs import finished_job
 from model_check.doctor.network import check_loopback
 from model_check.doctor.probe import PROGRAMS
 from model_check.doctor.settings import MIB, Settings
@@ -57,16 +57,12 @@ def measure(settings: Settings, sizes: Sequence[int] | None = None, ranks: int |
     kind = "cuda" if len(settings.gpus) > 1 else "cpu"
     count = ranks or (len(settings.gpus) if kind == "cuda" else settings.cpu_ranks)
     chosen = ",".join(map(str, sizes or (GPU_SIZES if kind == "cuda" else CPU_SIZES)))
-    with scratch_folder() as folder:
-        table = folder / "rates.json"
-        arguments = ["--nproc", str(count), str(PROGRAMS / "rank_bandwidth.py"), str(table), kind, chosen]
-        limit_s = settings.limits.job_limit_s
-        with finished_job(settings.run, arguments, folder, limit_s=limit_s, environ=settings.environ) as job:
-            if job.problem:
-                return Measured(count, kind, (), job.problem)
-        rows = json.loads(table.read_text())["rows"]
-    rates = [Rate(r["collective"], r["bytes"], r["seconds"], r["algorithm_gb_s"], r["bus_gb_s"]) for r in rows]
-    return Measured(count, kind, tuple(rates))
+    arguments = ["--nproc", str(count), str(PROGRAMS / "rank_bandwidth.py"), "rates.json", kind, chosen]
+    with finished_job(settings.run, arguments, settings) as job:
+        if job.problem:
+            return Measured(count, kind, (), job.problem)
+        rows = json.loads((job.folder / "rates.json").read_text())
+    return Measured(count, kind, tuple(Rate(**row) for row in rows))
 
 
 def _least(settings: Settings, kind: str) -> tuple[float, str]:
@@ -74,8 +70,8 @@ def _least(settings: Settings, kind: str) -> tuple[float, str]:
     limits = settings.limits
     if kind == "cpu":
         return limits.cpu_bus_warn_gb_s, "memory"
-    links = read_links()
-    if links and all(links.values()):
+    every = read_facts(settings.places.kernel_log)
+    if every and all(gpu.links for gpu in every):
         return limits.nvlink_bus_warn_gb_s, "NVLink"
     return limits.pcie_bus_warn_gb_s, "PCIe"
 
@@ -83,7 +79,7 @@ def _least(settings: Settings, kind: str) -> tuple[float, str]:
 def judge_rates(collective: str, rates: Sequence[Rate], ranks: str, least: float, link: str) -> Check:
     """The largest size decides; the small ones show the latency."""
     largest = max(rates, key=lambda rate: rate.size)
-    by_size = ", ".join(f"{_size(rate.size)} {rate.bus_gb_s:.2f}" for rate in rates)
+    by_size = ", ".join(f"{gib(rate.size)} {rate.bus_gb_s:.2f}" for rate in rates)
     detail = f"{ranks}, GB/s on the bus: {by_size} ({min(rate.seconds for rate in rates) * 1e6:,.0f} µs at least)"
     if largest.bus_gb_s < least:
         fix = {
@@ -93,7 +89,3 @@ def judge_rates(collective: str, rates: Sequence[Rate], ranks: str, least: float
         }[link]
         return warned(collective, f"{detail}; {link} should carry {least:g} or more", fix)
     return passed(collective, detail)
-
-
-def _size(size: int) -> str:
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from model_check.doctor.check import Check, failed, gib, passed, warned
+import psutil
+
+from model_check.doctor.check import Check, failed, gib, graded, passed
 from model_check.doctor.probe import ask
 from model_check.doctor.remedies import host_remedy
 from model_check.doctor.settings import MIB, Limits, Settings
@@ -22,13 +24,8 @@ _BLOCK = 4 * MIB
 
 def check_disk(settings: Settings) -> Iterator[Check]:
     places, limits = settings.places, settings.limits
-    yield check_room(
-        "checkpoint folder",
-        places.checkpoints,
-        limits,
-        "set checkpoint.dir to another disk",
-        taken="a checkpoint takes 14 bytes a parameter",
-    )
+    taken = "a checkpoint takes 14 bytes a parameter"
+    yield check_room("checkpoint folder", places.checkpoints, limits, "set checkpoint.dir to another disk", taken)
     yield check_write_speed(places.checkpoints, limits)
     yield check_room("data cache folder", places.cache, limits, "set data.cache_dir to another disk")
     yield check_locks(places.cache, settings)
@@ -57,14 +54,11 @@ def check_room(name: str, folder: Path, limits: Limits, elsewhere: str, taken: s
         if error.errno != errno.ENOSPC:
             fix = host_remedy(str(error), f"change its owner, or {elsewhere}")
             return failed(name, f"{shown} cannot be written to: {error.strerror}", fix)
-    space = os.statvfs(place)
-    free = space.f_bavail * space.f_frsize
+    free = psutil.disk_usage(str(place)).free
     detail = f"{gib(free)} free in {shown}"
-    if free < limits.disk_fail:
-        return failed(name, detail, f"free space, or {elsewhere}")
-    if free < limits.disk_warn:
-        return warned(name, f"{detail}; {taken}" if taken else detail, f"free space, or {elsewhere}")
-    return passed(name, detail)
+    if taken and free < limits.disk_warn:
+        detail += f"; {taken}"
+    return graded(name, free, detail, f"free space, or {elsewhere}", fail=limits.disk_fail, warn=limits.disk_warn)
 
 
 def check_write_speed(folder: Path, limits: Limits) -> Check:
@@ -82,9 +76,8 @@ def check_write_speed(folder: Path, limits: Limits) -> Check:
         return failed(name, f"{gib(_WRITTEN)} could not be written to {place}: {error.strerror}", fix)
     rate = _WRITTEN / 1e6 / (time.perf_counter() - started)
     detail = f"{rate:,.0f} MB/s to {place}, synced"
-    if rate < limits.write_warn_mb_s:
-        return warned(name, detail, "set checkpoint.dir to a faster disk, and keep checkpoint.async_save on")
-    return passed(name, detail)
+    fix = "set checkpoint.dir to a faster disk, and keep checkpoint.async_save on"
+    return graded(name, rate, detail, fix, warn=limits.write_warn_mb_s)
 
 
 def check_locks(folder: Path, settings: Settings) -> Check:

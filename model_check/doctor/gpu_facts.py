@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,6 +23,16 @@ _TROUBLE = {
     0x80: "power brake",
 }
 
+# What two GPUs have in common on the way between them, by NVML's level.
+_PATHS = (
+    (0, "the same board"),
+    (10, "one PCIe switch"),
+    (20, "several PCIe switches"),
+    (30, "the host bridge"),
+    (40, "the NUMA node's memory"),
+    (math.inf, "the link between CPU sockets"),
+)
+
 
 @dataclass(frozen=True)
 class GpuFacts:
@@ -27,7 +40,6 @@ class GpuFacts:
 
     index: int
     name: str
-    uuid: str = ""
     bus_id: str = ""
     ecc_volatile: int | None = None
     ecc_lifetime: int | None = None
@@ -51,33 +63,16 @@ class GpuFacts:
 
 def read_facts(kernel_log: Path, nvml: Any | None = None) -> list[GpuFacts]:
     """Every GPU of the machine; [] where there is no driver. `nvml` stands in for pynvml."""
-    with _library(nvml) as library:
-        if library is None:
-            return []
+    with _driver(nvml) as (library, handles):
         xids = kernel_xids(kernel_log)
-        handles = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
         return [_facts(library, handle, index, xids) for index, handle in enumerate(handles)]
-
-
-def read_links(nvml: Any | None = None) -> dict[int, int]:
-    """Active NVLinks by GPU."""
-    with _library(nvml) as library:
-        if library is None:
-            return {}
-        return {i: _links(library, library.nvmlDeviceGetHandleByIndex(i)) for i in range(library.nvmlDeviceGetCount())}
 
 
 def read_paths(nvml: Any | None = None) -> dict[tuple[int, int], str]:
     """How each pair of GPUs reaches one another: NVLink, or what they have in common on the way."""
-    with _library(nvml) as library:
-        if library is None:
-            return {}
-        handles = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
-        return {
-            (i, j): _path(library, handles[i], handles[j])
-            for i in range(len(handles))
-            for j in range(i + 1, len(handles))
-        }
+    with _driver(nvml) as (library, handles):
+        pairs = itertools.combinations(enumerate(handles), 2)
+        return {(i, j): _path(library, one, other) for (i, one), (j, other) in pairs}
 
 
 def kernel_xids(path: Path) -> dict[str, list[int]] | None:
@@ -113,21 +108,21 @@ def _kernel_lines(path: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _library(nvml: Any | None) -> Iterator[Any | None]:
+def _driver(nvml: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """NVML and its handles of all GPUs; none where there is no driver."""
     if nvml is None:
         try:
-            import pynvml
+            nvml = importlib.import_module("pynvml")
         except ImportError:
-            yield None
+            yield None, []
             return
-        nvml = pynvml
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        yield None
+        yield nvml, []
         return
     try:
-        yield nvml
+        yield nvml, [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     finally:
         nvml.nvmlShutdown()
 
@@ -145,7 +140,6 @@ def _facts(library: Any, handle: Any, index: int, xids: dict[str, list[int]] | N
     return GpuFacts(
         index=index,
         name=_text(library.nvmlDeviceGetName(handle)),
-        uuid=_text(library.nvmlDeviceGetUUID(handle)),
         bus_id=bus,
         ecc_volatile=say("nvmlDeviceGetTotalEccErrors", uncorrected, library.NVML_VOLATILE_ECC),
         ecc_lifetime=say("nvmlDeviceGetTotalEccErrors", uncorrected, library.NVML_AGGREGATE_ECC),
@@ -185,11 +179,7 @@ def _path(library: Any, one: Any, other: Any) -> str:
     level = _ask(library, "nvmlDeviceGetTopologyCommonAncestor", one, other)
     if level is None:
         return "an unknown path"
-    names = ((0, "the same board"), (10, "one PCIe switch"), (20, "several PCIe switches"), (30, "the host bridge"))
-    for most, name in names:
-        if level <= most:
-            return name
-    return "the NUMA node's memory" if level <= 40 else "the link between CPU sockets"
+    return next(name for most, name in _PATHS if level <= most)
 
 
 def _numa_node(bus_id: str) -> int | None:

@@ -44,17 +44,10 @@ def check_speed(settings: Settings, facts: Mapping[int, GpuFacts]) -> Iterator[C
             yield failed(f"GPU {gpu.index} speed", f"could not be measured: {answer.problem}", fix)
             continue
         known = facts.get(gpu.index)
-        measured.append(
-            Rates(
-                gpu.index,
-                answer.value["flops"],
-                answer.value["bytes_per_s"],
-                answer.value["correct"],
-                settings.peak(gpu.name),
-                # A MIG instance has a share of its GPU's memory bandwidth that the driver does not tell.
-                known.memory_bytes_per_s if known and gpu.mig is None else None,
-            )
-        )
+        # A MIG instance has a share of its GPU's memory bandwidth that the driver does not tell.
+        bytes_due = known.memory_bytes_per_s if known and gpu.mig is None else None
+        rates = (answer.value["flops"], answer.value["bytes_per_s"], answer.value["correct"])
+        measured.append(Rates(gpu.index, *rates, settings.peak(gpu.name), bytes_due))
     yield from judge_speeds(measured, settings.limits)
 
 
@@ -71,8 +64,8 @@ def judge_speeds(measured: Sequence[Rates], limits: Limits) -> Iterator[Check]:
 def _judge(rates: Rates, beside_flops: float, beside_bytes: float, siblings: int, limits: Limits) -> Check:
     name = f"GPU {rates.index} speed"
     detail = (
-        f"{rates.flops / 1e12:.0f} TFLOP/s{_due(rates.flops, rates.flops_due, 1e12)}, "
-        f"memory {rates.bytes_per_s / 1e12:.2f} TB/s{_due(rates.bytes_per_s, rates.bytes_due, 1e12)}"
+        f"{rates.flops / 1e12:.0f} TFLOP/s{_due(rates.flops, rates.flops_due)}, "
+        f"memory {rates.bytes_per_s / 1e12:.2f} TB/s{_due(rates.bytes_per_s, rates.bytes_due)}"
     )
     if not rates.correct:
         return failed(name, f"{detail}: a product of ones is wrong", "do not train on it; drain and replace the GPU")
@@ -91,5 +84,5 @@ def _judge(rates: Rates, beside_flops: float, beside_bytes: float, siblings: int
     return passed(name, detail)
 
 
-def _due(value: float, due: float | None, unit: float) -> str:
-    return f" ({value / due:.0%} of {due / unit:.3g})" if due else ""
+def _due(value: float, due: float | None) -> str:
+    return f" ({value / due:.0%} of {due / 1e12:.3g})" if due else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from model_check.doctor.check import Check, failed, gib, passed, warned
+from model_check.doctor.check import Check, failed, gib, graded, passed, warned
 from model_check.doctor.settings import Limits, Settings
 from model_check.record.cgroups import container_limit
 
@@ -35,11 +36,8 @@ def judge_memory(available: int, container: int | None, cores: int, limits: Limi
     if container and container < available:
         detail += f" (the container's limit; the host has {gib(available)} free)"
     fix = "stop other jobs, raise the container's memory limit, or use --preset debug"
-    if usable < limits.memory_fail:
-        return failed("memory", f"{detail}; importing torch alone takes 0.3 GiB a rank", fix)
-    if usable < limits.memory_warn:
-        return warned("memory", detail, fix)
-    return passed("memory", detail)
+    fatal = "importing torch alone takes 0.3 GiB a rank"
+    return graded("memory", usable, detail, fix, fail=limits.memory_fail, warn=limits.memory_warn, fatal=fatal)
 
 
 def judge_load(load: float, cores: int, limits: Limits) -> Check:
@@ -50,57 +48,55 @@ def judge_load(load: float, cores: int, limits: Limits) -> Check:
     return passed("load", detail)
 
 
+def _shell_limit(kind: int) -> float:
+    """The soft limit that this process has: infinite where there is none."""
+    soft, _ = resource.getrlimit(kind)
+    return math.inf if soft == resource.RLIM_INFINITY else soft
+
+
 def check_open_files(limits: Limits) -> Check:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = "any number" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    detail = f"{allowed} open files per process (ulimit -n)"
+    allowed = _shell_limit(resource.RLIMIT_NOFILE)
+    detail = f"{'any number' if allowed == math.inf else f'{allowed:,}'} open files per process (ulimit -n)"
     fix = f"ulimit -n {max(limits.open_files_warn, 65536)}, or docker run --ulimit nofile=65536"
-    if soft != resource.RLIM_INFINITY and soft < limits.open_files_fail:
-        return failed("open files", f"{detail}: sockets and loader workers need more", fix)
-    if soft != resource.RLIM_INFINITY and soft < limits.open_files_warn:
-        return warned("open files", detail, fix)
-    return passed("open files", detail)
+    fail, warn = limits.open_files_fail, limits.open_files_warn
+    return graded(
+        "open files", allowed, detail, fix, fail=fail, warn=warn, fatal="sockets and loader workers need more"
+    )
 
 
 def check_processes(limits: Limits) -> Check:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != resource.RLIM_INFINITY and soft < limits.processes_warn:
-        fix = f"ulimit -u {max(limits.processes_warn, 65536)}: threads of all your processes count"
-        return warned("processes", f"{soft:,} processes and threads per user (ulimit -u)", fix)
-    allowed = "any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    return passed("processes", f"{allowed} processes and threads per user (ulimit -u)")
+    allowed = _shell_limit(resource.RLIMIT_NPROC)
+    count = "any number of" if allowed == math.inf else f"{allowed:,}"
+    fix = f"ulimit -u {max(limits.processes_warn, 65536)}: threads of all your processes count"
+    detail = f"{count} processes and threads per user (ulimit -u)"
+    return graded("processes", allowed, detail, fix, warn=limits.processes_warn)
 
 
 def check_shell_limits(limits: Limits) -> Iterator[Check]:
     """Limits that few machines set: each is named only where it is, since what they break blames everything else."""
-    space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if space != resource.RLIM_INFINITY:
-        detail = f"{gib(space)} of addresses per process (ulimit -v)"
-        fix = "ulimit -v unlimited; launch.memory_limit_gb limits the ranks alone"
-        if space < limits.address_space_fail:
-            yield failed("address space", f"{detail}: torch alone maps more", fix)
-        else:
-            yield warned("address space", f"{detail}: CUDA maps far more than it uses", fix)
-    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if size != resource.RLIM_INFINITY:
-        detail = f"no file may be larger than {gib(size)} (ulimit -f)"
-        fix = "ulimit -f unlimited: checkpoints and caches are large"
+    space, size = _shell_limit(resource.RLIMIT_AS), _shell_limit(resource.RLIMIT_FSIZE)
+    if space != math.inf:
+        judge = failed if space < limits.address_space_fail else warned
+        why = "torch alone maps more" if judge is failed else "CUDA maps far more than it uses"
+        detail = f"{gib(space)} of addresses per process (ulimit -v): {why}"
+        yield judge("address space", detail, "ulimit -v unlimited; launch.memory_limit_gb limits the ranks alone")
+    if size != math.inf:
         judge = failed if size < limits.file_size_fail else warned
-        yield judge("file size", detail, fix)
+        detail = f"no file may be larger than {gib(size)} (ulimit -f)"
+        yield judge("file size", detail, "ulimit -f unlimited: checkpoints and caches are large")
 
 
 def check_locked_memory(limits: Limits, infiniband: Path) -> Check:
     """InfiniBand pins its buffers; NCCL fails with 'unhandled system error' where it may not."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = soft == resource.RLIM_INFINITY
-    detail = f"{'any amount' if unlimited else gib(soft)} may be locked (ulimit -l)"
-    adapters = sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else []
+    allowed = _shell_limit(resource.RLIMIT_MEMLOCK)
+    detail = f"{'any amount' if allowed == math.inf else gib(allowed)} may be locked (ulimit -l)"
+    adapters = ", ".join(sorted(path.name for path in infiniband.iterdir())) if infiniband.is_dir() else ""
     if not adapters:
         return passed("locked memory", f"{detail}; no InfiniBand adapter needs it")
-    if not unlimited and soft < limits.locked_memory_warn:
+    if allowed < limits.locked_memory_warn:
         fix = "ulimit -l unlimited, docker run --ulimit memlock=-1, or NCCL_IB_DISABLE=1 to do without InfiniBand"
-        return warned("locked memory", f"{detail}, and {', '.join(adapters)} must lock its buffers", fix)
-    return passed("locked memory", f"{detail}, for {', '.join(adapters)}")
+        return warned("locked memory", f"{detail}, and {adapters} must lock its buffers", fix)
+    return passed("locked memory", f"{detail}, for {adapters}")
 
 
 def check_shared_memory(folder: Path, limits: Limits) -> Check:
@@ -108,18 +104,15 @@ def check_shared_memory(folder: Path, limits: Limits) -> Check:
     name = "shared memory"
     fix = "docker run --shm-size=8g (or --ipc=host); elsewhere mount -o remount,size=8G /dev/shm"
     try:
-        space = os.statvfs(folder)
+        space = psutil.disk_usage(str(folder))
     except OSError as error:
         return failed(name, f"{folder}: {error.strerror}", fix)
-    free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    detail = f"{gib(free)} free of {gib(whole)} in {folder}"
     if not os.access(folder, os.W_OK):
         return failed(name, f"{folder} cannot be written to", "mount it with mode 1777")
-    if free < limits.shared_memory_fail:
-        return failed(name, f"{detail}: ranks and loader workers die with a bus error", fix)
-    if free < limits.shared_memory_warn:
-        return warned(name, detail, fix)
-    return passed(name, detail)
+    detail = f"{gib(space.free)} free of {gib(space.total)} in {folder}"
+    fail, warn = limits.shared_memory_fail, limits.shared_memory_warn
+    fatal = "ranks and loader workers die with a bus error"
+    return graded(name, space.free, detail, fix, fail=fail, warn=warn, fatal=fatal)
 
 
 def _newest_change(path: Path) -> float:

@@ -47,35 +47,32 @@ PACKAGES = (
 )
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What an import took; a package that fails is worse than any that is slow."""
-
-    check: Check
-    seconds: float
-
-
 def check_imports(settings: Settings, packages: tuple[Package, ...] = PACKAGES) -> Iterator[Check]:
     # Four cores for each, so that their times stay what they are alone.
-    costs = side_by_side([partial(_try, package, settings) for package in packages], settings.cores // 4)
-    order = {"fail": 0, "warn": 1, "ok": 2, "skip": 3}
-    for cost in sorted(costs, key=lambda cost: (order[cost.check.status], -cost.seconds)):
-        yield cost.check
+    tried = side_by_side([partial(_try, package, settings) for package in packages], settings.cores // 4)
+    order = ("fail", "warn", "ok", "skip")
+    for check, _ in sorted(tried, key=lambda found: (order.index(found[0].status), -found[1])):
+        yield check
 
 
-def _try(package: Package, settings: Settings) -> Cost:
-    limits = settings.limits
-    answer = ask(
-        "import_one", package.module, package.distribution, limit_s=limits.import_limit_s, environ=settings.environ
-    )
-    return Cost(judge_import(package, answer, limits), answer.value.get("seconds", answer.seconds))
+def _try(package: Package, settings: Settings) -> tuple[Check, float]:
+    """The check, and the seconds that the import took."""
+    limits, words = settings.limits, (package.module, package.distribution)
+    answer = ask("import_one", *words, limit_s=limits.import_limit_s, environ=settings.environ)
+    return judge_import(package, answer, limits), answer.value.get("seconds", answer.seconds)
 
 
 def judge_import(package: Package, answer: Answer, limits: Limits) -> Check:
     name = f"import {package.module}"
     version = package_versions([package.distribution])[package.distribution]
     elsewhere = answer.value.get("shadows")
-    reinstall = _take_away(elsewhere) if elsewhere else _reinstall(package)
+    reinstall = f"pip install --force-reinstall {package.distribution}"
+    if elsewhere:
+        reinstall = (
+            f"rename {elsewhere}, or take its folder off PYTHONPATH: it hides the installed package of that name"
+        )
+    elif package.module.startswith("model_check"):
+        reinstall = "mend the package that the sentence names; bash run.sh installs all that are needed"
     broken = failed if package.needed else warned
     if answer.problem:
         by_hand = f"{reinstall}; run it by hand: python -X faulthandler -c 'import {package.module}'"
@@ -95,13 +92,3 @@ def judge_import(package: Package, answer: Answer, limits: Limits) -> Check:
         fix = "a busy machine, or an environment on a network file system: put it on a local disk"
         return warned(name, detail, fix)
     return passed(name, detail)
-
-
-def _reinstall(package: Package) -> str:
-    if package.module.startswith("model_check"):
-        return "mend the package that the sentence names; bash run.sh installs all that are needed"
-    return f"pip install --force-reinstall {package.distribution}"
-
-
-def _take_away(file: str) -> str:
-    return f"rename {file}, or take its folder off PYTHONPATH: it hides the installed package of that name"

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -41,10 +41,10 @@ class Answer:
     output: str = ""
 
 
-def ask(program: str, *arguments: str, limit_s: float, environ: Mapping[str, str], cwd: Path | None = None) -> Answer:
+def ask(program: str, *arguments: str, limit_s: float, environ: Mapping[str, str]) -> Answer:
     """Runs a program of this room (`programs/<program>.py`) and reads its answer."""
     command = [sys.executable, str(PROGRAMS / f"{program}.py"), *arguments]
-    done = call(command, limit_s=limit_s, environ=environ, cwd=cwd)
+    done = call(command, limit_s=limit_s, environ=environ)
     if done.problem:
         return done
     last = done.output.strip().rpartition("\n")[2]
@@ -100,7 +100,8 @@ def _started(
             try:
                 process.wait(_GRACE_S)
             except subprocess.TimeoutExpired:
-                _kill_group(process.pid)
+                with suppress(ProcessLookupError):  # it ended in the meantime
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
@@ -118,13 +119,6 @@ def side_by_side(tasks: Sequence[Callable[[], T]], at_once: int) -> list[T]:
             for process in list(_RUNNING):
                 process.terminate()
             raise
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it ended in the meantime
 
 
 def _with_package(environ: Mapping[str, str]) -> dict[str, str]:

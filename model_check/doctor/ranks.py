@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from model_check.doctor.check import Check, failed, passed, skipped
-from model_check.doctor.jobs import finished_job, scratch_folder
+from model_check.doctor.jobs import finished_job
 from model_check.doctor.network import LOOPBACK, check_network
 from model_check.doctor.probe import PROGRAMS, side_by_side
 from model_check.doctor.settings import Settings
@@ -29,13 +29,11 @@ def check_start(settings: Settings, kind: str, ranks: int) -> Check:
     backend = "NCCL" if kind == "cuda" else "gloo"
     what = f"{ranks} {'GPU' if kind == 'cuda' else 'CPU'} rank{'s' if ranks != 1 else ''}"
     name = f"{backend} ranks"
-    with scratch_folder() as folder:
-        arguments = ["--nproc", str(ranks), str(PROGRAMS / "rank_sums.py"), str(folder), kind]
-        limit_s = settings.limits.job_limit_s
-        with finished_job(settings.run, arguments, folder, limit_s=limit_s, environ=settings.environ) as job:
-            if job.problem:
-                return failed(name, f"{what}: {job.problem}", _remedy(kind))
-        answers = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
+    arguments = ["--nproc", str(ranks), str(PROGRAMS / "rank_sums.py"), ".", kind]
+    with finished_job(settings.run, arguments, settings) as job:
+        if job.problem:
+            return failed(name, f"{what}: {job.problem}", _remedy(kind))
+        answers = [json.loads(file.read_text()) for file in sorted(job.folder.glob("rank-*.json"))]
         return judge_sums(name, what, answers, ranks, job.answer.seconds)
 
 

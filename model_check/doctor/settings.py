@@ -73,11 +73,6 @@ class Limits:
     verify_cache_bytes: int = 256 * MIB
 
 
-def no_peak(gpu_name: str) -> float | None:
-    """Where nobody says what a GPU should give, only its siblings can be compared with."""
-    return None
-
-
 @dataclass(frozen=True)
 class Settings:
     """All of it. `train` and `run` are the commands that start a job; `peak` gives the FLOP/s of a GPU in bf16."""
@@ -90,4 +85,5 @@ class Settings:
     cores: int = field(default_factory=usable_cores)
     train: tuple[str, ...] = (sys.executable, "-m", "model_check.cli.main", "train")
     run: tuple[str, ...] = (sys.executable, "-m", "model_check.cli.main", "run")
-    peak: Callable[[str], float | None] = no_peak
+    # Where nobody says what a GPU should give, only its siblings can be compared with.
+    peak: Callable[[str], float | None] = lambda gpu_name: None

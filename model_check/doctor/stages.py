@@ -11,6 +11,7 @@ from model_check.doctor.check import Check, failed, foreign_words
 from model_check.doctor.comm import check_comm
 from model_check.doctor.disk import check_disk
 from model_check.doctor.gpu import check_gpus
+from model_check.doctor.hub import check_hub
 from model_check.doctor.imports import check_imports
 from model_check.doctor.ranks import check_ranks
 from model_check.doctor.remedies import host_remedy
@@ -19,14 +20,8 @@ from model_check.doctor.training import check_training
 from model_check.errors import ModelCheckError, UsageError
 
 
-def _check_hub(settings: Settings) -> Iterator[Check]:
-    """Imported when it runs, like `_check_data`: a broken numpy or xxhash must not keep the other stages away."""
-    from model_check.doctor.hub import check_hub
-
-    yield from check_hub(settings)
-
-
 def _check_data(settings: Settings) -> Iterator[Check]:
+    """Imported when it runs: a broken numpy or xxhash must not keep the other stages away."""
     from model_check.doctor.data import check_data
 
     yield from check_data(settings)
@@ -40,7 +35,7 @@ STAGES: dict[str, Callable[[Settings], Iterator[Check]]] = {
     "ranks": check_ranks,
     "comm": check_comm,
     "disk": check_disk,
-    "hub": _check_hub,
+    "hub": check_hub,
     "data": _check_data,
 }
 

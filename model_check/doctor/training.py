@@ -6,10 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from model_check.doctor.check import Check, failed, passed
-from model_check.doctor.jobs import finished_job, scratch_folder
+from model_check.doctor.jobs import finished_job
 from model_check.doctor.settings import Settings
-from model_check.record import RunDir
-from model_check.record.metrics import read_metrics
 
 STEPS = 12
 LEAST_FALL = 0.5  # the loss falls by 3 in these steps on every machine tried
@@ -30,17 +28,12 @@ def check_training(settings: Settings) -> Iterator[Check]:
     sets = [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
     place = ["--gpus", str(gpu.index)] if gpu else ["--nproc", "1", "--set", "system.device=cpu"]
     arguments = ["--preset", "debug", "--max-steps", str(STEPS), *place, *sets]
-    limit_s = settings.limits.job_limit_s
-    with (
-        scratch_folder() as folder,
-        finished_job(settings.train, arguments, folder, limit_s=limit_s, environ=settings.environ) as job,
-    ):
+    with finished_job(settings.train, arguments, settings) as job:
         if job.problem:
             fix = "model-check train --preset debug --nproc 1 shows the whole story"
             yield failed(name, job.problem, fix)
             return
-        steps = read_metrics(RunDir(job.run_dir).metrics, all_steps=True)
-        yield judge_losses(name, [step.loss for step in steps], job.answer.seconds)
+        yield judge_losses(name, [step.loss for step in job.metrics], job.answer.seconds)
 
 
 def judge_losses(name: str, losses: Sequence[float], seconds: float) -> Check:

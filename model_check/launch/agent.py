@@ -105,7 +105,7 @@ class RankAgent(SimpleElasticAgent):
         order = self._hooks.on_poll(self._view(ranks)) if self._hooks.on_poll is not None else None
         if order is not None:
             self._journal.write(EndedByHook(reason=order.reason))
-            ranks.end(self._graces.failure_s)
+            self._end_after_failure(ranks)
             raise JobEnded(order)
         return RunResult(WorkerState.HEALTHY)
 
@@ -141,7 +141,7 @@ class RankAgent(SimpleElasticAgent):
         deadline = time.monotonic() + _CULPRIT_PATIENCE_S
         while ranks.running and all(f.victim for f in self._failed(ranks)) and time.monotonic() < deadline:
             ranks.wait(deadline - time.monotonic())
-        ranks.end(self._graces.failure_s)
+        self._end_after_failure(ranks)
         failure = first_failure(self._failed(ranks))
         assert failure is not None, f"no failed rank among {ranks.exits}"
         self.outcome = Outcome(exits=ranks.exits, failure=failure)
@@ -153,6 +153,13 @@ class RankAgent(SimpleElasticAgent):
             error_file=str(self._logs.error_file(failure.exit.rank, ranks.attempt)),
         )
         return RunResult(WorkerState.FAILED, failures={failure.exit.rank: blamed})
+
+    def _end_after_failure(self, ranks: RankGroup) -> None:
+        ranks.end(
+            self._graces.failure_s,
+            busy_s=self._graces.busy_s,
+            interrupted=lambda: self._stop.number is not None,
+        )
 
     def _failed(self, ranks: RankGroup) -> list[FailedRank]:
         return [

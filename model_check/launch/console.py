@@ -6,6 +6,7 @@ Runs on a thread of its own, so that a reader that stops reading (a pager, a ful
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import sys
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from model_check.launch.log_lines import LineTail, Tracebacks, clean, fitted, labelled
+from model_check.record.metrics import StepMetrics
 from model_check.record.step_lines import clock
+from model_check.record.typed import from_json
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -47,7 +50,7 @@ class _NotShown(Exception):
 class _Screen(Protocol):
     def line(self, text: str) -> None: ...
 
-    def progress(self, step: int, loss: float | None, tokens_per_s: float | None, eta_s: float | None) -> None: ...
+    def progress(self, step: StepMetrics, eta_s: float | None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -63,7 +66,7 @@ class _Pipe:
         self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding) + "\n")
         self._stream.flush()
 
-    def progress(self, step: int, loss: float | None, tokens_per_s: float | None, eta_s: float | None) -> None:
+    def progress(self, step: StepMetrics, eta_s: float | None) -> None:
         """A pipe gets no bar: the ranks' own lines say the same."""
 
     def close(self) -> None:
@@ -96,12 +99,12 @@ class _Terminal:
     def line(self, text: str) -> None:
         self._console.print(self._text(fitted(text, self._console.width)), soft_wrap=True)
 
-    def progress(self, step: int, loss: float | None, tokens_per_s: float | None, eta_s: float | None) -> None:
+    def progress(self, step: StepMetrics, eta_s: float | None) -> None:
         state = " | ".join(
             part
             for part in (
-                f"loss {loss:.4f}" if loss is not None else "",
-                f"{tokens_per_s:,.0f} tokens/s" if tokens_per_s is not None else "",
+                f"loss {step.loss:.4f}" if math.isfinite(step.loss) else "",
+                f"{step.tokens_per_s:,.0f} tokens/s" if step.tokens_per_s else "",
                 f"ETA {clock(eta_s)}",
             )
             if part
@@ -109,7 +112,7 @@ class _Terminal:
         if self._task is None:
             self._progress.start()
             self._task = self._progress.add_task("train", total=self._max_steps, state=state)
-        self._progress.update(self._task, completed=step + 1, state=state, refresh=True)
+        self._progress.update(self._task, completed=step.step + 1, state=state, refresh=True)
 
     def close(self) -> None:
         self._progress.stop()
@@ -193,13 +196,9 @@ class Console:
 
     def _show_progress(self, line: str) -> None:
         try:
-            record = json.loads(line)
-            step, step_s = int(record["step"]), float(record["step_s"])
-        except (ValueError, KeyError, TypeError):
-            return  # another writer's record: the bar waits for the next one
-        left = None if self._max_steps is None else (self._max_steps - step - 1) * step_s
-        self._screen.progress(step, _number(record.get("loss")), _number(record.get("tokens_per_s")), left)
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+            step = from_json(StepMetrics, json.loads(line))
+        except ValueError:
+            return
+        if step.step_s:  # else it is another writer's record: the bar waits for the next one
+            left = None if self._max_steps is None else (self._max_steps - step.step - 1) * step.step_s
+            self._screen.progress(step, left)

@@ -108,7 +108,7 @@ def run_script(
             start=start,
             memory_limit_gb=memory_limit_gb,
             # A rank that does not catch Ctrl-C fails at once; another may still be saving.
-            graces=Graces(stop_s=stop_grace_s, lost_s=stop_grace_s),
+            graces=Graces(stop_s=stop_grace_s, lost_s=stop_grace_s, busy_s=stop_grace_s),
             hooks=supervisor.hooks(),
             env=env,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from model_check.errors import LaunchError
@@ -13,9 +13,13 @@ from model_check.launch.nursery import EndOrphans, Nursery, RankEnded, RankRefus
 from model_check.record.events import job as events
 from model_check.record.events.job import RankExit
 from model_check.record.journal import Journal
+from model_check.record.process_sample import RankSample
 from model_check.supervise import processes
 
 _STOP_POLL_S = 0.05
+_SAVERS_LOOK_S = 1.0
+_SAVERS_CPU_S = 0.05  # between two looks
+_SAVERS_BYTES = 1 << 14
 
 
 @dataclass
@@ -80,13 +84,18 @@ class RankGroup:
         *,
         hurry: Callable[[], bool] | None = None,
         lost_s: float = math.inf,
+        busy_s: float = 0.0,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         """Sends the signal, waits for the grace period, sends SIGKILL; returns when all are gone.
 
         A paused rank is resumed, because the signal would not reach it otherwise. If `hurry` returns true, the grace
         period ends at once, and so do processes that clean ranks left behind. If a rank fails meanwhile, the others get
-        at most `lost_s` more.
+        at most `lost_s` more. Ranks that handle the signal and are at work after the grace period get up to `busy_s`
+        in all, unless `interrupted`.
         """
+        savers_until = time.monotonic() + busy_s
+        savers = self._samples(r for r in self.running if busy_s and processes.catches(self.pids[r], number))
         self.tell(number)
         for rank in self.running:
             if processes.is_stopped(self.pids[rank]):
@@ -97,12 +106,28 @@ class RankGroup:
             self.wait(_STOP_POLL_S)
             lost_at = min((exit.t for exit in self.exits if exit.failed_by_itself), default=math.inf)
             deadline = min(deadline, lost_at + lost_s)
+        if savers and not hurried:
+            self._let_savers_finish(savers, savers_until, interrupted)
         if self.running:
             self.kill()
         if hurried:
             self._nursery.send(EndOrphans())
         while self.running:
             self.wait(_STOP_POLL_S)
+
+    def _let_savers_finish(self, seen: dict[int, RankSample], deadline: float, interrupted: Callable[[], bool]) -> None:
+        """Waits while one of these ranks computes or moves bytes: it may be saving. Others wait for a lost peer."""
+        while time.monotonic() < deadline and not interrupted():
+            before, seen = seen, self._samples([rank for rank in self.running if rank in seen])
+            if not any(_has_worked(before[rank], now) for rank, now in seen.items()):
+                return
+            look_at = min(deadline, time.monotonic() + _SAVERS_LOOK_S)
+            while self.running and not interrupted() and (left := look_at - time.monotonic()) > 0:
+                self.wait(min(left, _STOP_POLL_S))
+
+    def _samples(self, ranks: Iterable[int]) -> dict[int, RankSample]:
+        seen = {rank: processes.sample(self.pids[rank]) for rank in ranks}
+        return {rank: sample for rank, sample in seen.items() if sample is not None}
 
     def _send(self, number: int, *, tree: bool) -> None:
         now = time.monotonic()
@@ -136,3 +161,8 @@ class RankGroup:
         self._journal.write(exit)
         if self._on_exit is not None:
             self._on_exit(exit)
+
+
+def _has_worked(before: RankSample, now: RankSample) -> bool:
+    moved, computed = now.io_bytes - before.io_bytes, now.cpu_s - before.cpu_s
+    return moved >= _SAVERS_BYTES or computed >= _SAVERS_CPU_S or "D" in processes.thread_states([now.pid])

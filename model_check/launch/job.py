@@ -162,22 +162,20 @@ def _open_nursery(
     """The nursery for this entry, and the reason if it had to be a cold one against the wish."""
     if address_space_gb is not None:
         check_address_space(address_space_gb, forked=False)
-    if isinstance(entry, Command):
-        return Nursery(entry, address_space_gb=address_space_gb), None
-    if start != "warm":
-        return Nursery(ColdFunction.pickle(entry, payload), address_space_gb=address_space_gb), None
-    preload(modules)
-    because = why_not_warm()
-    if because is None:
-        if address_space_gb is not None:
-            check_address_space(address_space_gb, forked=True)
-        program: Program = WarmFunction(entry, payload)
-        nursery = Nursery(program, address_space_gb=address_space_gb)
-        if not (needs_cuda and nursery.cuda_spoiled):
-            return nursery, None
-        nursery.close()
-        because = "CUDA was already asked for devices in the launcher"
-    return Nursery(ColdFunction.pickle(entry, payload), address_space_gb=address_space_gb), because
+    because = None
+    if start == "warm" and not isinstance(entry, Command):
+        preload(modules)
+        because = why_not_warm()
+        if because is None:
+            if address_space_gb is not None:
+                check_address_space(address_space_gb, forked=True)
+            nursery = Nursery(WarmFunction(entry, payload), address_space_gb=address_space_gb)
+            if not (needs_cuda and nursery.cuda_spoiled):
+                return nursery, None
+            nursery.close()
+            because = "CUDA was already asked for devices in the launcher"
+    program: Program = entry if isinstance(entry, Command) else ColdFunction.pickle(entry, payload)
+    return Nursery(program, address_space_gb=address_space_gb), because
 
 
 def _supervise(job: Job, nursery: Nursery, screen: Console) -> JobResult:

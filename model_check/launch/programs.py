@@ -1,6 +1,6 @@
 """What a rank runs once its process is set up: a function in memory, a function in a new interpreter, a command.
 
-Each program is run by the freshly forked child and gives back its exit code, or replaces the process.
+Each program is run by the freshly forked child; it gives back the exit code of the rank, or replaces the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from model_check.errors import LaunchError
 from model_check.launch.ranks import run_entry
@@ -21,12 +21,6 @@ from model_check.record.rank_context import RankContext
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 Entry = Callable[[RankContext, Any], None]
-
-
-class Program(Protocol):
-    """Run in the child; the code it returns becomes the exit code of the rank."""
-
-    def run(self, context: RankContext) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -96,3 +90,6 @@ class Command:
             # 127 and 126 are what every shell answers for a command that is missing or may not be run.
             print(f"{self.argv[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
             return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+Program = WarmFunction | ColdFunction | Command

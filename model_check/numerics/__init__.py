@@ -5,7 +5,7 @@ A foreign script, in the order in which a step crosses the files:
 bootstrap        registers `step_watchers` with the black box, which tells it of every step
 step_watchers    passes the step on to the guard, the replicas, the trends
 script_guard     checks loss and gradients, and decides that a step is bad
-exchanges        this rank's own gradients, before those of its peers arrive; `rotation`: which of them on a GPU
+exchanges        this rank's own gradients, before those of its peers arrive; on a GPU some of them in turns
 probes           what an optimizer is about to apply, and how large
 backward_passes  which of several backward passes of a step was the bad one
 hits             what was seen, and what a second run showed

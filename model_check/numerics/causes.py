@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from model_check.blackbox.device_numbers import tensors_in
-from model_check.numerics.finite import checkable
+from model_check.numerics.finite import checkable, finite
 from model_check.numerics.origins import Origin
-from model_check.numerics.replaying import Call, finite
+from model_check.numerics.replaying import Call
 
 if TYPE_CHECKING:
     from model_check.numerics.hits import Hit

@@ -6,18 +6,22 @@ itself does so after `backward`: all of them are checked before its first exchan
 checked when the optimizer is about to step. A GPU answers later, in one copy a pass; nobody waits for it.
 
 Activations are reduced too, in both passes, by tensor parallelism and by batch norms over all ranks: one rank's bad
-number comes back to all of them, and from then on each brings bad gradients. So the
-inputs of these reductions are checked as well, and the number of the first bad one is kept: the rank with the lowest
-number was first.
+number comes back to all of them, and from then on each brings bad gradients. So the inputs of these reductions are
+checked as well, and the number of the first bad one is kept: the rank with the lowest number was first.
 
-On the CPU all gradients are read in every step, on a GPU in turns (rotation), or all of them with `--guard full`.
+On the CPU, and with `--guard full`, all gradients are read in every step. On a GPU they are read in turns, because
+reading takes memory bandwidth, whatever the script computes, and each kernel delays the others: every eighth bucket is
+read in full. The next step reads other buckets, so each has its turn within eight steps. The last two buckets before
+the optimizer are checked in every step: a bad number that spreads on its way back from the loss has reached them by
+then. One in eight of their groups of 32 numbers is read, and other groups in the next step. That is enough, because
+every row of a weight has many groups.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -28,14 +32,50 @@ from model_check.blackbox.device_numbers import Reading, capturing, gradient_of,
 from model_check.blackbox.native_collectives import Exchange
 from model_check.numerics.finite import LocalCheck, checkable, is_finite
 from model_check.numerics.hits import peers_met
-from model_check.numerics.rotation import Turn
 from model_check.record.events.numerics import Brought
 
+TURNS = 8  # steps until every bucket has been read
+LAST = 2  # buckets that are looked at in every step
+_GROUP = 32  # numbers
+_SMALL = 1 << 16  # numbers that are read in full: biases, norms
 _FRAMES_UP = 16
 _STEPS_SEARCHED = 3
 _FUNCTIONS = torch.autograd.function.__file__
 _ENGINE = torch.autograd.graph.__file__
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "._flat_param", "_flat_param")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is read in one step, of gradients that are read in turns."""
+
+    step: int = 0
+    buckets: int = 0  # number of buckets in the previous step; 0: not known yet
+
+    def of_bucket(self, bucket: torch.Tensor, number: int) -> torch.Tensor | None:
+        """The part of a bucket to read: all of it, some groups, or None. `number` counts from 1."""
+        if number % TURNS == self.step % TURNS:
+            return bucket
+        return self._groups(bucket) if number > self.buckets - LAST else None
+
+    def of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """One contiguous eighth, because torch reads many tensors at once only if they are contiguous."""
+        if _read_in_full(gradient):
+            return gradient
+        length = -(-gradient.numel() // (_GROUP * TURNS)) * _GROUP
+        start = min(self.step % TURNS * length, gradient.numel() - _GROUP)
+        return gradient.view(-1)[start : start + length]
+
+    def _groups(self, bucket: torch.Tensor) -> torch.Tensor:
+        """Every eighth group of 32 numbers. The remainder at the end is read only when the whole bucket is."""
+        if _read_in_full(bucket):
+            return bucket
+        whole = bucket.numel() // (_GROUP * TURNS) * _GROUP * TURNS
+        return bucket.view(-1)[:whole].view(-1, TURNS, _GROUP)[:, self.step % TURNS]
+
+
+def _read_in_full(tensor: torch.Tensor) -> bool:
+    return tensor.numel() < _SMALL or not tensor.is_contiguous()
 
 
 @dataclass(frozen=True)
@@ -70,9 +110,6 @@ class Looked:
     earlier: Looked | None = None  # at what went through the passes
     mixed_at: int = 0  # the first exchange whose result went on through a pass; 0: none
 
-    def with_earlier(self, earlier: Looked | None) -> Looked:
-        return self if earlier is None else replace(self, earlier=earlier)
-
     @property
     def ready(self) -> bool:
         return all(reading.ready for _, reading in self.parts) and (self.earlier is None or self.earlier.ready)
@@ -85,10 +122,6 @@ class Looked:
         """The first exchange to which this rank brought a bad number, but for those of which that is known as usual."""
         pieces = [piece for piece in self.all_bad() if piece.exchange and piece.exchange not in usual]
         return min(pieces, key=lambda piece: piece.exchange).brought() if pieces else None
-
-    def mixed_before(self, brought: Brought | None) -> bool:
-        """Something of the peers' had gone through a pass by then."""
-        return _mixed(self.mixed_at, brought)
 
     def all_bad(self) -> list[Piece]:
         found = [*(self.earlier.all_bad() if self.earlier is not None else ()), *self.bad_now]
@@ -192,7 +225,7 @@ class OwnGradients:
         """Gradients of parameters travel in flat buffers, or as they are; others are those of activations."""
         pieces, given, behind = self._pieces, exchange.given, None
         pieces.exchanges += 1
-        unit, of_activations = _who_reduces(sys._getframe(1), self._units)
+        unit, of_activations = _who_reduces(sys._getframe(1), self._known)
         gradients = [t for t in given if not of_activations and (t.dim() == 1 or tuple(t.shape) in self._shapes)]
         if not given and (bucket := _bucket_of_hook(sys._getframe(1), modules)) is not None:
             # A communication hook that gathers, or sends: its bucket is added up by nobody, and still this rank's own.
@@ -336,9 +369,10 @@ class OwnGradients:
         """Where the bad number of this step first left this rank, as far as that is known."""
         return looked.brought(self._usual) if looked is not None else None
 
-    def mixed_before(self, brought: Brought | None) -> bool:
-        """The same of the step in progress, whether or not it was looked at."""
-        return _mixed(self._pieces.mixed_at, brought)
+    @property
+    def mixed_at(self) -> int:
+        """The first exchange of the step in progress whose result went on through a pass; 0: none."""
+        return self._pieces.mixed_at
 
     def step_was_good(self, looked: Looked | None) -> None:
         """Whatever was brought to its exchanges is no sign of a fault."""
@@ -373,13 +407,18 @@ class OwnGradients:
             parts.append((pieces, norms))
             numbers += sum(gradient.numel() for gradient in gradients)
         self._pieces.in_full = self._pieces.in_full and in_full
-        looked = Looked(parts, numbers, before_exchange, in_full, mixed_at=self._pieces.mixed_at)
-        return looked.with_earlier(self._earlier) if parts else None
+        looked = Looked(parts, numbers, before_exchange, in_full, earlier=self._earlier, mixed_at=self._pieces.mixed_at)
+        return looked if parts else None
 
     def _name(self, parameter: Any) -> str:
-        if id(parameter) not in self._names and (unit := self._units.get(id(parameter))):
-            return f"gradients of {unit}"
-        return f"gradient of {self._names.get(id(parameter)) or f'a parameter of shape {tuple(parameter.shape)}'}"
+        return self._known(parameter) or f"gradient of a parameter of shape {tuple(parameter.shape)}"
+
+    def _known(self, parameter: Any) -> str:
+        """Its gradient in words; empty: nobody has told its name."""
+        if (name := self._names.get(id(parameter))) is not None:
+            return f"gradient of {name}"
+        unit = self._units.get(id(parameter))
+        return f"gradients of {unit}" if unit is not None else ""
 
 
 def _plain(name: str) -> str:
@@ -389,15 +428,11 @@ def _plain(name: str) -> str:
     return name.removeprefix("module.").removesuffix(".") or "the root module"
 
 
-def _mixed(mixed_at: int, brought: Brought | None) -> bool:
-    return mixed_at > 0 and (brought is None or mixed_at < brought.number)
-
-
 def _name_of(group: Any) -> str:
     return str(torch.distributed.ProcessGroup.unbox(group).group_name)
 
 
-def _who_reduces(frame: FrameType | None, units: Mapping[int, str]) -> tuple[str, bool]:
+def _who_reduces(frame: FrameType | None, known: Callable[[Any], str]) -> tuple[str, bool]:
     """The unit whose gradients FSDP is about to reduce, in words, and whether an autograd.Function is in its backward.
 
     FSDP calls its own reductions out of such a function too; anybody else's there are of activations.
@@ -411,8 +446,7 @@ def _who_reduces(frame: FrameType | None, units: Mapping[int, str]) -> tuple[str
             unit = getattr(frame.f_locals.get("self"), "_module_fqn", None)
             return f"gradients of {unit or 'the root module'}", False
         if called == "_post_backward_hook":
-            flat = units.get(id(getattr(frame.f_locals.get("handle"), "flat_param", None)), "")
-            return f"gradients of {flat}" if flat else "", False
+            return known(getattr(frame.f_locals.get("handle"), "flat_param", None)), False
         inside_function = inside_function or (called == "apply" and frame.f_code.co_filename == _FUNCTIONS)
         frame = frame.f_back
     return "", inside_function

@@ -18,6 +18,7 @@ import torch
 
 from model_check.blackbox.box import BOX
 from model_check.blackbox.current_phase import SavedHooks
+from model_check.numerics.finite import finite
 from model_check.numerics.loss_code import (
     LossOperation,
     Operation,
@@ -29,7 +30,7 @@ from model_check.numerics.loss_code import (
     number_of,
 )
 from model_check.numerics.origins import only_minus_infinity
-from model_check.numerics.replaying import Call, finite
+from model_check.numerics.replaying import Call
 
 _MOST_NODES = 4000
 _MOST_SECONDS = 5.0

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from model_check.blackbox import native_collectives
+from model_check.numerics.finite import finite
 from model_check.numerics.graph_search import Sighting
 from model_check.numerics.loss_code import LossCode, LossOperation, Place
-from model_check.numerics.replaying import Call, Replay, finite, run_again
+from model_check.numerics.replaying import Call, Replay, run_again
 from model_check.record.events.numerics import Brought, Direction, NonFinite
 
 _MOST_REPLAYS = 8  # of the forwards of a step with many passes

@@ -28,7 +28,7 @@ import torch
 
 from model_check.blackbox.box import BOX
 from model_check.blackbox.device_numbers import local
-from model_check.numerics.replaying import finite as is_finite
+from model_check.numerics.finite import finite as is_finite
 from model_check.record.stacks import Frame
 
 _TEXT = {

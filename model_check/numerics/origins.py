@@ -97,6 +97,10 @@ class ModuleTrail:
     def current(self) -> str:
         return self._running[-1] if self._running else ""
 
+    def newest(self, end: int | None = None) -> tuple[ModuleRange, ...]:
+        """The last ones, or those before number `end`."""
+        return tuple(self.passed[:end][-_MODULES_BEFORE:])
+
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
         handles = []
@@ -215,7 +219,9 @@ class OriginFinder(TorchDispatchMode):
         with _disable_current_modes():
             if self.forward is None and checkable(loss) and not is_finite(loss):
                 found = self._origins.get(_memory(loss)) or self._first_made
-                self.forward = found or Origin("forward", self._site("loss"), _kind(loss), _dtype(loss), received=True)
+                self.forward = found or Origin(
+                    "forward", self._site("loss"), _kind(loss), _dtype(loss), received=True, before=self.trail.newest()
+                )
 
     @property
     def origin(self) -> Origin | None:
@@ -323,7 +329,7 @@ class OriginFinder(TorchDispatchMode):
             magnitude=_magnitude(func, name, args, kwargs, bad, read) if not received else None,
             empty_divisor=empty or (not received and self._divides_by_nothing(name, args)),
             received=received,
-            before=tuple(self.trail.passed[: site.passed][-_MODULES_BEFORE:]),
+            before=self.trail.newest(site.passed),
         )
 
     def _divides_by_nothing(self, name: str, args: Any) -> bool:

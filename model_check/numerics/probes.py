@@ -14,7 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from model_check.blackbox.device_numbers import Reading, capturing, gradient_of, local, norms_of, reading_of
-from model_check.numerics.finite import checkable, is_finite
+from model_check.numerics.finite import finite
 
 _SMALL = 1 << 14
 _FIRST_FEW = 4  # parameters
@@ -68,13 +68,7 @@ def given_to(optimizer: Any) -> list[Any]:
 
 def gradients_finite(parameters: Iterable[Any]) -> bool:
     """Looks at all of them: asked only where something is known to be wrong."""
-    gradients = map(gradient_of, parameters)
-    return all(is_finite(gradient) for gradient in gradients if gradient is not None and checkable(gradient))
-
-
-def weights_finite(parameters: Iterable[Any]) -> bool:
-    weights = map(local, parameters)
-    return all(is_finite(weight) for weight in weights if weight is not None and checkable(weight))
+    return all(finite(gradient_of(parameter)) for parameter in parameters)
 
 
 def learning_rate(optimizer: Any) -> float:

@@ -22,10 +22,9 @@ import torch
 
 from model_check.blackbox.batch_samples import RECENT, Drawn
 from model_check.blackbox.box import BOX
-from model_check.blackbox.device_numbers import local, tensors_in
-from model_check.numerics.finite import checkable, is_finite
+from model_check.blackbox.device_numbers import tensors_in
+from model_check.numerics.finite import checkable, finite, is_finite
 from model_check.numerics.origins import Origin, OriginFinder, only_minus_infinity
-from model_check.record.events.numerics import ModuleRange
 from model_check.record.stacks import Frame
 
 _MOST_BYTES = 256 << 20
@@ -239,7 +238,6 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 _MOST_SAMPLES = 32
-_MODULES_BEFORE = 10
 
 
 @dataclass(frozen=True)
@@ -250,12 +248,6 @@ class Replay:
     outputs_finite: bool
     gradients_finite: bool | None  # None: no backward was run
     computes_loss: bool  # the module's result is the loss; else a stand-in was used for what the script does with it
-    passed: tuple[ModuleRange, ...] = field(default=(), compare=False)
-
-
-def finite(tensor: Any) -> bool:
-    plain = local(tensor)
-    return plain is None or not checkable(plain) or is_finite(plain)
 
 
 def _call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -288,7 +280,6 @@ def run_again(call: Call, *, backward: bool) -> Replay:
         outputs_finite=all(finite(tensor) for tensor in outputs),
         gradients_finite=gradients_finite,
         computes_loss=loss is not None,
-        passed=tuple(finder.trail.passed[-_MODULES_BEFORE:]),
     )
 
 

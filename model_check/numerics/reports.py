@@ -205,8 +205,7 @@ def _report_origin(hit: Hit, origin: Origin, history: History, rate: float) -> N
         location=site.location or (called.site if called is not None else None),
         function=site.function or (called.function if called is not None else None),
         tensor=str(origin.given) if origin.given is not None else hit.own.bad or None,
-        # What was met at the very end has the whole pass before it; an input, a weight, the first module have nothing.
-        ranges=tuple(origin.before or (hit.replay.passed if origin.received else ())),
+        ranges=origin.before,
         deterministic=True,
         sample_ids=tuple(samples) if len(samples) < batch_size(hit.call) else (),
     )

@@ -6,7 +6,7 @@ through every layer before the place where it arose, so one of the first paramet
 copied behind its kernels and read when the optimizer is called: by then the forward is long over, so nobody waits. A
 bad gradient there is known one step later, unless the script itself waits for the device in between. If a script takes
 the norm of its gradients, to clip them or to show it, that norm is checked too: it has read all gradients. On a GPU
-the gradients are read in turns (rotation). `--guard full` reads all of them in every step. `--guard halt` also waits
+the gradients are read in turns (exchanges). `--guard full` reads all of them in every step. `--guard halt` also waits
 for them, because a guard that promises to refuse a bad step cannot rely on a sample.
 
 On a hit the rank runs its own forward once more (replaying), and writes a `nonfinite` event if it is to blame. The
@@ -32,6 +32,7 @@ from model_check.blackbox.device_numbers import Reading, local
 from model_check.blackbox.native_collectives import Exchange
 from model_check.numerics.backward_passes import LossLines, Pass, Passes, nodes_of
 from model_check.numerics.exchanges import Looked, OwnGradients
+from model_check.numerics.finite import finite
 from model_check.numerics.graph_search import first_made
 from model_check.numerics.hits import Hit, OwnShare, Stop, anomaly_in, devices_answer, is_alone
 from model_check.numerics.loss_code import LossCode, Place, bad_loss
@@ -42,7 +43,6 @@ from model_check.numerics.probes import (
     given_to,
     gradients_finite,
     size_of,
-    weights_finite,
 )
 from model_check.numerics.replaying import Call, Inputs
 from model_check.numerics.reports import Reports
@@ -208,13 +208,13 @@ class Guard:
             self.reports.harmless(step, bad, optimizer)
             bad = None
         if bad is not None:
-            self._found(step, self._among_peers(bad.hit_of_its_loss(), in_time), grad_norm)
+            self._found(step, self._among_peers(bad.hit_of_its_loss(), in_time, self._own.mixed_at), grad_norm)
         elif self._any_bad([*known, *norms], in_time):
             own = _own_share(in_time, parameters)
             # A norm overflows before its numbers do, and a script may mend its gradients: hence the second look. What a
             # rank brings to a reduce-scatter mostly comes to rest in shards of its peers.
             if (own.bad and self._own.sharded(parameters)) or not gradients_finite(parameters):
-                hit = self._among_peers(self._gradient_hit(own), in_time)
+                hit = self._among_peers(self._gradient_hit(own), in_time, self._own.mixed_at)
                 # What was probed, and what the script took the norm of, may be others than the bad ones.
                 sizes_seen = (math.hypot(*norms), grad_norm)
                 self._found(step, hit, next((size for size in sizes_seen if not math.isfinite(size)), math.nan))
@@ -272,7 +272,7 @@ class Guard:
     def look_back(self) -> None:
         stop, self._stop = self._stop, None
         if stop is not None:
-            hit = self._among_peers(stop.hit(), self._own.so_far)
+            hit = self._among_peers(stop.hit(), self._own.so_far, self._own.mixed_at)
             all_read = not self._own.left_out
             self.reports.tell(stop.step, hit, stop.grad_norm, all_read=all_read, stopped=True, spoils=stop.spoils)
             self.forget()
@@ -358,16 +358,14 @@ class Guard:
         own = _own_share(late.looked, parameters)
         # A script may mend what it was given, and a norm overflows first; whatever was applied, the weights show.
         spoilt = probed_bad or (bool(own.bad) and self._own.sharded(parameters))
-        if not spoilt and (not (own.bad or norm_bad) or weights_finite(parameters)):
+        if not spoilt and (not (own.bad or norm_bad) or all(map(finite, parameters))):
             return False
         place = late.places[-1] if late.places else self._last_place
         hit = Hit.too_late(self.reports.history.before[-1].loss, late.codes, place, own)
         if hit.in_loss_code is None:
             hit = replace(hit, one_of=late.places)
-        if late.looked is not None:
-            brought = self._own.brought(late.looked)
-            hit = replace(hit, brought=brought, mixed=late.looked.mixed_before(brought))
-        self._found(late.step, hit, math.nan)
+        mixed_at = late.looked.mixed_at if late.looked is not None else 0
+        self._found(late.step, self._among_peers(hit, late.looked, mixed_at), math.nan)
         return True
 
     @staticmethod
@@ -378,10 +376,11 @@ class Guard:
         self._look_behind_the_last_pass()
         return self._passes.gradient_hit(self._inputs.calls, own)
 
-    def _among_peers(self, hit: Hit, looked: Looked | None) -> Hit:
-        """With what is known of the exchanges of this step: enough to tell who was first."""
+    def _among_peers(self, hit: Hit, looked: Looked | None, mixed_at: int) -> Hit:
+        """With what is known of the exchanges of its step: enough to tell who was first."""
         brought = self._own.brought(looked)
-        return replace(hit, brought=brought, mixed=self._own.mixed_before(brought))
+        mixed = mixed_at > 0 and (brought is None or mixed_at < brought.number)
+        return replace(hit, brought=brought, mixed=mixed)
 
     def _modules(self) -> list[Any]:
         """Those that this step has called; asked for the names of their parameters when they are first met."""

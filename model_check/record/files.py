@@ -72,7 +72,7 @@ class JsonlReading:
 
 
 def read_jsonl(path: Path) -> JsonlReading:
-    """Skips what is no JSON object, such as a line that a kill has torn; a file that cannot be read is an empty one."""
+    """Skips what is no JSON object, such as a line torn by a kill. A file that cannot be read is an empty one."""
     reading = JsonlReading()
     try:
         with open_regular(path) as file:

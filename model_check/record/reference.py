@@ -10,9 +10,12 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from model_check.record.environment import Environment
 from model_check.record.events import KINDS, Event
 from model_check.record.flight import FlightEntry
+from model_check.record.metrics import StepMetrics
 from model_check.record.ring import Crumb
+from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import ProcessStacks
 from model_check.record.verdict import Verdict
 
@@ -33,13 +36,13 @@ key that is missing. Times called `t` are seconds of CLOCK_MONOTONIC, which all 
 
 _FILES = {
     "config.json": "the resolved configuration of `train`, each value with where it came from",
-    "environment.json": "versions, GPUs, cores, memory and environment variables, without secrets",
-    "plan.json": "what the memory of a rank was planned to be, where its GPU is known",
-    "blackbox/rank-00000.ring": "the newest records of a rank, in a memory-mapped file that survives SIGKILL",
+    "environment.json": "[the machine](#environment): versions, GPUs, memory, variables without secrets",
+    "plan.json": "what the memory of a rank was [planned](#memory-plan) to be, where its GPU is known",
+    "blackbox/rank-00000.ring": "the newest [records](#ring) of a rank, in a memory-mapped file that survives SIGKILL",
     "blackbox/rank-00000.sock": "the socket at which a rank answers while its main thread is stuck",
     "events/rank-00000.jsonl": "what happened in a rank: one [event](#events) a line",
     "events/supervisor.jsonl": "what the launcher saw from outside: one [event](#events) a line",
-    "metrics.jsonl": "one object a step of `train`",
+    "metrics.jsonl": "one [object](#metrics) a step of `train`",
     "history/rank-00000": "the phases of every step, older parts coarsened",
     "stacks/rank-00000.1.json": "the [stacks](#stacks) of a rank, taken from outside; the number counts the rounds",
     "stacks/rank-00000.fault.txt": "what faulthandler wrote when the rank crashed",
@@ -64,6 +67,9 @@ def render_reference() -> str:
         ("Stacks", ProcessStacks),
         ("Flight recorder", FlightEntry),
         ("Verdict", Verdict),
+        ("Environment", Environment),
+        ("Memory plan", RunPlan),
+        ("Metrics", StepMetrics),
     ):
         parts += [f"## {title}", "", *_record(record)]
     parts += ["## Events", "", "Each line has the kind in `event`, and:", "", *_table(Event)]
@@ -98,7 +104,7 @@ def _records_in(hint: Any) -> Iterator[type[Any]]:
 def _choices(hint: Any) -> list[str]:
     """The values of an enumeration."""
     if get_origin(hint) is Literal:
-        return list(get_args(hint))
+        return [choice for choice in get_args(hint) if choice]
     return [choice for argument in get_args(hint) for choice in _choices(argument)]
 
 
@@ -108,7 +114,8 @@ def _table(record: type[Any]) -> list[str]:
     hints = get_type_hints(record)
     for line in inspect.getsource(record).splitlines():
         field = _FIELD.match(line)
-        if field is not None and field["name"] in record.__annotations__ and "ClassVar" not in field["type"]:
+        stored = "ClassVar" not in line and "NOT_STORED" not in line
+        if field is not None and stored and field["name"] in record.__annotations__:
             default = field["default"] if field["default"] and not field["default"].startswith("field(") else ""
             kind = (field["type"] + (f" = {default}" if default else "")).replace("|", "\\|")
             choices = ", ".join(f"`{choice}`" for choice in _choices(hints[field["name"]]))

@@ -7,7 +7,7 @@ process of the rank also has the child's pid in its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,8 @@ from typing import Any
 
 from model_check.record.files import read_json, write_json_atomic
 from model_check.record.paths import RunDir
-from model_check.record.typed import NOT_STORED
+from model_check.record.typed import NOT_STORED, from_json
 from model_check.record.user_code import is_door, is_trainer, is_user_file
-from model_check.record.values import objects, seconds, whole
 
 _RANK_FILE = re.compile(r"rank-(\d+)")
 # A frame as faulthandler and tracebacks print it.
@@ -52,15 +51,6 @@ class Frame:
     def to_json(self) -> dict[str, Any]:
         return {"file": self.file, "line": self.line, "function": self.function, "locals": None}
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Frame:
-        return cls(
-            file=str(value.get("file") or ""),
-            line=whole(value.get("line")),
-            function=str(value.get("function") or ""),
-            text=str(value.get("text") or ""),
-        )
-
 
 def innermost_user(
     frames: Iterable[Frame], is_user: Callable[[Frame], bool] = lambda frame: frame.is_user_code
@@ -85,12 +75,12 @@ def innermost_user(
 class ThreadStack:
     """One thread of a process; frames innermost first."""
 
-    name: str
-    ident: int
-    native_id: int
-    active: bool
-    gil: bool
-    frames: tuple[Frame, ...]
+    name: str = ""
+    ident: int = 0  # as the interpreter counts threads
+    native_id: int = 0  # as the kernel does; 0 where it is not known
+    active: bool = False  # on a processor at that moment
+    gil: bool = False  # held the interpreter lock
+    frames: tuple[Frame, ...] = ()
 
     @property
     def user_frame(self) -> Frame | None:
@@ -103,27 +93,16 @@ class ThreadStack:
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "frames": [frame.to_json() for frame in self.frames]}
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ThreadStack:
-        return cls(
-            name=str(value.get("name") or ""),
-            ident=whole(value.get("ident")),
-            native_id=whole(value.get("native_id")),
-            active=bool(value.get("active")),
-            gil=bool(value.get("gil")),
-            frames=tuple(map(Frame.from_json, objects(value.get("frames")))),
-        )
-
 
 @dataclass(frozen=True)
 class ProcessStacks:
     """All threads of one process at one moment, how they were obtained, and to which rank they belong."""
 
-    pid: int
-    t: float
-    source: str  # py-spy, faulthandler or proc
-    threads: tuple[ThreadStack, ...]
-    error: str | None = None
+    pid: int = 0
+    t: float = 0.0
+    source: str = ""  # py-spy, faulthandler or proc
+    threads: tuple[ThreadStack, ...] = ()
+    error: str | None = None  # why a better source gave nothing
     rank: int = -1
     process: str = "rank"  # rank, loader_worker or child
 
@@ -149,19 +128,6 @@ class ProcessStacks:
             "error": self.error,
         }
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ProcessStacks:
-        rank, error = value.get("rank"), value.get("error")
-        return cls(
-            pid=whole(value.get("pid")),
-            t=seconds(value),
-            source=str(value.get("source") or ""),
-            threads=tuple(map(ThreadStack.from_json, objects(value.get("threads")))),
-            error=str(error) if error is not None else None,
-            rank=rank if isinstance(rank, int) else -1,
-            process=str(value.get("process") or "rank"),
-        )
-
     def write(self, run_dir: RunDir, round: str) -> Path:
         name = f"rank-{self.rank:05d}.{round}" + ("" if self.process == "rank" else f".{self.pid}")
         path = run_dir.stacks_dir / f"{name}.json"
@@ -174,11 +140,11 @@ def read_stacks(path: Path, show: Callable[[Frame], Frame] = lambda frame: frame
     body = read_json(path)
     if not isinstance(body, dict):
         return None
-    if not isinstance(body.get("rank"), int):
+    dump = from_json(ProcessStacks, body)
+    if dump.rank < 0:
         number = _RANK_FILE.search(path.name)
         if number is None:
             return None
-        body["rank"] = int(number[1])
-    dump = ProcessStacks.from_json(body)
+        dump = replace(dump, rank=int(number[1]))
     threads = (replace(thread, frames=tuple(map(show, thread.frames))) for thread in dump.threads)
     return replace(dump, threads=tuple(threads))

@@ -45,11 +45,13 @@ class Graces:
     """Seconds between SIGTERM and SIGKILL: after a request to stop (ranks may save), and after a rank's failure.
 
     lost_s: what is left of `stop_s` at most once a rank fails while it lasts: the others can only wait for it.
+    busy_s: after a rank's failure, for ranks that handle SIGTERM and are at work: they may be saving.
     """
 
     stop_s: float = 10.0
     lost_s: float = 10.0
     failure_s: float = 1.0
+    busy_s: float = 0.0
 
 
 class JobStopped(Exception):

@@ -16,9 +16,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from model_check.cli.doctor import jobs_end_with_us, stage_table, summary
+from model_check.cli.doctor import stage_table, summary
 from model_check.cli.installation import broken_package
 from model_check.cli.main import main
+from model_check.cli.unwinding import signals_unwind_us
 from model_check.doctor import STAGES, Check, chosen_stages
 from model_check.errors import UsageError
 from tests.conftest import BIN, ROOT, Outcome, Shell
@@ -70,7 +71,9 @@ def test_a_failure_is_exit_code_1_and_shown_with_its_remedy(capsys: pytest.Captu
 def test_warnings_are_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run_doctor(capsys, "--only", "hub")
     assert code == 0
-    assert "! hub" in out and out.splitlines()[-1].startswith("ready, with warnings: 0 well, 1 warning, 1 skipped, in")
+    assert "! hub" in out and out.splitlines()[-1].startswith(
+        "ready, with warnings: 0 passed, 1 warning, 1 skipped, in"
+    )
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -84,8 +87,8 @@ def test_the_table_keeps_to_its_width(width: int) -> None:
 
 
 def test_the_summary_counts() -> None:
-    assert summary(CHECKS, 12.3) == "not ready: 1 well, 1 warning, 1 failed, 1 skipped, in 12 s"
-    assert summary(CHECKS[:1], 1.0) == "ready: 1 well, in 1 s"
+    assert summary(CHECKS, 12.3) == "not ready: 1 passed, 1 warning, 1 failed, 1 skipped, in 12 s"
+    assert summary(CHECKS[:1], 1.0) == "ready: 1 passed, in 1 s"
 
 
 def test_stages_are_chosen_by_name_and_keep_their_order() -> None:
@@ -101,7 +104,7 @@ def test_stages_are_chosen_by_name_and_keep_their_order() -> None:
 def test_a_closed_terminal_means_nothing_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with jobs_end_with_us():
+        with signals_unwind_us():
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     finally:

@@ -120,7 +120,7 @@ def test_a_flag_and_a_set_that_say_two_things_are_refused(
         main([*shlex.split(arguments), *(["--debug", "--dry-run"] if arguments.startswith("train") else [])])
     assert stopped.value.code == 2
     said = capsys.readouterr()
-    assert said.err == f"model-check: error: {both} say two things of one key; leave one of them out\n"
+    assert said.err == f"model-check: error: {both} set one key to two different values; leave one of them out\n"
     assert said.out == ""
 
 
@@ -132,7 +132,9 @@ def test_two_flags_that_say_two_things_are_refused(arguments: str, capsys: pytes
         main(["train", "--debug", "--dry-run", *arguments.split()])
     assert stopped.value.code == 2
     said = capsys.readouterr()
-    sentence = "--max-steps 5 and --fast-dev-run 2 say two things of training.max_steps; leave one of them out"
+    sentence = (
+        "--max-steps 5 and --fast-dev-run 2 set training.max_steps to two different values; leave one of them out"
+    )
     assert (said.out, said.err) == ("", f"model-check: error: {sentence}\n")
 
 

@@ -222,3 +222,15 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
     assert (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads) == (2, 64, 4, 2)
     assert (shape.vocab_size, shape.max_position) == (theirs.vocab_size, theirs.max_position_embeddings)
     assert (shape.rope_theta, shape.norm_eps, shape.head_dim) == (10_000.0, theirs.rms_norm_eps, 16)
+
+
+def test_where_an_old_file_is_silent_the_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 83, **sizes}))
+    shape, theirs = read_folder_shape(tmp_path), transformers.LlamaConfig(vocab_size=83, **sizes)
+    assert shape is not None
+    assert (shape.num_kv_heads, shape.head_dim) == (theirs.num_key_value_heads, theirs.head_dim) == (4, 16)
+    assert (shape.norm_eps, shape.max_position) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert shape.tie_embeddings is theirs.tie_word_embeddings is False
+    assert shape.rope_theta == theirs.rope_parameters["rope_theta"] and shape.rope_scaling is None

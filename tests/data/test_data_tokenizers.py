@@ -119,7 +119,7 @@ def test_the_word_cache_keeps_what_it_learned(texts: list[str]) -> None:
         assert ids.tolist() == [id_ for ids in plain.encode_batch(part) for id_ in [*ids, plain.eos_id]]
 
 
-def test_the_marker_of_the_word_cache_may_occur_in_a_text() -> None:
+def test_characters_that_unicode_never_assigns_may_occur_in_a_text() -> None:
     plain = load_tokenizer("builtin")
     text = "before \U0010fffe\U0010ffff after"
     encoded = _word_cache(BUILTIN.read_text(encoding="utf-8"), plain.eos_id).encode([text])

@@ -57,6 +57,9 @@ def test_a_shortage_names_the_request_the_holders_and_their_lines(stage: Any) ->
     assert (finding.code, finding.ranks, finding.victims) == ("MC501", [1], [0])
     assert stage.line(finding) == 36
     said = "\n".join(finding.evidence)
+    numbers = {name: finding.facts[name] // GIB for name in ("requested", "free", "total", "allocated")}
+    assert numbers == {"requested": 2, "free": 1, "total": 140, "allocated": 137}
+    assert finding.facts["held"] == record()["categories"] and "rss" not in finding.facts
     assert "it asked for 2.00 GiB with 1.00 GiB free of 140.00 GiB" in said
     assert "in use activations and temporaries 62.00 GiB, optimizer 60.00 GiB, parameters 15.00 GiB" in said
     assert "128 × 448 MiB of activations and temporaries made at net.py:7" in said

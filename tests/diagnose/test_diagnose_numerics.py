@@ -259,7 +259,8 @@ def test_a_script_that_stops_in_the_bad_step_has_seen_the_number(stage: Stage, l
     (found,) = stopped(stage, at=7, record=STOPPED).findings(live=live)
     assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [1], [0], 7)
     assert (found.severity, found.certainty, found.location) == ("error", "proven", "train.py:12")
-    assert found.facts["ended_by"] == {"ranks": [1], "exception": "StopTraining", "message": "7"}
+    where = {"location": f"{stage.script}:4", "function": "train"}
+    assert found.facts["ended_by"] == {"ranks": [1], "exception": "StopTraining", "message": "7", **where}
     assert found.evidence[-1].startswith("observed: rank 0 then lost its peer: RuntimeError: Connection closed")
     text = render(stage.verdict(live=False), color=False)
     assert "= victims: rank 0 waits or failed because of it" in text
@@ -296,7 +297,8 @@ def test_an_exit_of_all_ranks_follows_from_the_number_of_one(stage: Stage) -> No
         rank.exits(3, via="sys.exit", line=6)
     (found,) = stage.findings(live=False)
     assert (found.code, found.ranks, found.victims, found.severity) == ("MC402", [1], [0], "error")
-    assert found.facts["ended_by"] == {"ranks": [0, 1], "exit_code": 3, "via": "sys.exit"}
+    where = {"location": f"{stage.script}:6", "function": "train"}
+    assert found.facts["ended_by"] == {"ranks": [0, 1], "exit_code": 3, "via": "sys.exit", **where}
     assert stage.verdict(live=False).exit_code == 3
 
 

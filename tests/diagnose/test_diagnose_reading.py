@@ -18,6 +18,7 @@ from model_check.record.events.memory import MemoryMark
 from model_check.record.events.numerics import Losses
 from model_check.record.events.process import JobStarted
 from model_check.record.flight import op_name, read_flight
+from model_check.record.process_sample import ProcessSample, RankSample
 from model_check.record.stacks import Frame, innermost_user, read_stacks
 from model_check.record.user_code import is_user_file
 
@@ -35,6 +36,20 @@ def test_a_torn_last_event_is_left_out_and_said(stage):
     evidence = load(stage.run_dir)
     assert evidence.of(0).happened(MemoryMark) and not evidence.of(0).exceptions
     assert any("torn" in sentence for sentence in evidence.damage)
+
+
+def test_a_sample_of_an_earlier_version_is_read(stage):
+    """It had no time of its own, and wrote null where nothing was known."""
+    stage.ranks(1)
+    child = {"pid": 8, "state": "Z", "cpu_s": 0.1, "comm": "python", "rss": 1, "io_bytes": 0, "switches": None}
+    unknown = dict.fromkeys(("rss_file", "syscall", "syscall_fd", "syscall_target", "switches"))
+    rank = {"pid": 7, "state": "S", "cpu_s": 1.5, "rss": 5, "threads": 3, "fd0": "pipe:[1]", "children": [child]}
+    stage.say("sample", 12.0, ranks={"0": {**rank, **unknown}})
+    (sample,) = load(stage.run_dir).of(0).samples
+    zombie = ProcessSample(pid=8, state="Z", cpu_s=0.1, comm="python", rss=1)
+    assert sample == RankSample(
+        t=12.0, pid=7, state="S", cpu_s=1.5, rss=5, threads=3, fd0="pipe:[1]", children=(zombie,)
+    )
 
 
 def test_a_file_that_is_not_a_ring_is_damage_not_a_crash(stage):

@@ -46,6 +46,7 @@ class Hub(http.server.ThreadingHTTPServer):
     skew_s = 0.0
     silent = False
     says: tuple[int, bytes] | None = None
+    told_elsewhere: str | None = None  # the token, should it follow a redirect to another host
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -58,8 +59,11 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         known = self.headers.get("Authorization") == f"Bearer {TOKEN}" and self.path == "/api/whoami-v2"
         body = json.dumps({"name": "ada"} if known else {"error": "Invalid username or password."}).encode()
         status = 200 if known else 401
-        if self.server.says is not None:
+        if self.server.says is not None and self.path != "/elsewhere":
             status, body = self.server.says
+        elif self.path == "/elsewhere":
+            status, body = 200, b'{"name": "eve"}'
+            self.server.told_elsewhere = self.headers.get("Authorization")
         self.send_response_only(status)
         if status == 302:
             self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")

@@ -14,14 +14,16 @@ from model_check.data import DataSpec, prepare
 from model_check.doctor import Check, Limits, Places, Settings, examine
 from model_check.doctor.data import check_building, check_caches
 from model_check.doctor.disk import check_locks, check_maps, check_room, check_write_speed
-from model_check.doctor.hub import check_hub, find_token
+from model_check.doctor.hub import check_hub
 from model_check.doctor.remedies import host_remedy
 from tests.doctor.conftest import TOKEN, Hub, confined, confined_stages
 
 
 def of_hub(hub: Hub, **environ: str) -> dict[str, Check]:
     address = f"http://127.0.0.1:{hub.server_address[1]}"
-    settings = Settings(environ={"HOME": "/nowhere", "HF_ENDPOINT": address, **environ})
+    # What answers is what is asked about here, not how soon a busy machine lets it.
+    limits = replace(Limits(), answer_s=30.0)
+    settings = Settings(limits=limits, environ={"HOME": "/nowhere", "HF_ENDPOINT": address, **environ})
     return {check.name: check for check in check_hub(settings)}
 
 
@@ -102,7 +104,7 @@ def test_no_memory_map_where_there_is_no_file() -> None:
 
 def test_a_token_that_the_hub_knows(hub: Hub) -> None:
     checks = of_hub(hub, HF_TOKEN=TOKEN)
-    assert [check.status for check in checks.values()] == ["ok", "ok", "ok"]
+    assert [check.status for check in checks.values()] == ["ok", "ok", "ok"], checks
     assert checks["hub token"].detail == "HF_TOKEN belongs to ada"
 
 
@@ -113,16 +115,17 @@ def test_a_token_that_is_wrong_or_missing(hub: Hub, environ: dict[str, str], sta
     assert "hf_wrong_secret" not in check.detail + check.fix
 
 
-def test_a_token_with_a_line_break_inside(hub: Hub) -> None:
-    check = of_hub(hub, HF_TOKEN=f"{TOKEN[:9]}\n{TOKEN[9:]}")["hub token"]
-    assert check.status == "fail" and "line break" in check.detail and TOKEN[9:] not in check.detail
+def test_a_token_with_a_blank_inside(hub: Hub) -> None:
+    check = of_hub(hub, HF_TOKEN=f"{TOKEN[:9]} {TOKEN[9:]}")["hub token"]
+    assert check.status == "fail" and "holds blanks" in check.detail and TOKEN[9:] not in check.detail
+    assert of_hub(hub, HF_TOKEN=f"{TOKEN[:9]}\n{TOKEN[9:]}")["hub token"].status == "ok", "the client takes it out"
 
 
-def test_the_token_of_the_login_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_TOKEN_PATH"])
+def test_the_token_of_the_login_file(hub: Hub, tmp_path: Path, variable: str) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
-    assert find_token({"HF_HOME": str(tmp_path)}) == TOKEN
-    assert find_token({"HF_TOKEN_PATH": str(tmp_path / "token"), "HF_HOME": "/nowhere"}) == TOKEN
-    assert find_token({"HF_HOME": "/nowhere"}) is None
+    place = tmp_path / "token" if variable == "HF_TOKEN_PATH" else tmp_path
+    assert of_hub(hub, **{variable: str(place)})["hub token"].detail == "HF_TOKEN belongs to ada"
 
 
 @pytest.mark.parametrize(("skew", "status"), [(5.0, "ok"), (90.0, "warn"), (-3600.0, "fail"), (3600.0, "fail")])
@@ -160,6 +163,7 @@ def test_somebody_else_in_the_place_of_the_hub(hub: Hub, says: tuple[int, bytes]
     hub.says = says
     checks = of_hub(hub, HF_TOKEN=TOKEN)
     assert list(checks) == ["hub"], "nothing is known about the token"
+    assert hub.told_elsewhere is None, "the token stays with the host it is meant for"
     assert checks["hub"].status == "warn"
     assert checks["hub"].detail.endswith(f" answers, but not as the hub does (HTTP {says[0]})")
 
@@ -179,8 +183,7 @@ def test_something_that_speaks_no_http() -> None:
         limits = replace(Limits(), answer_s=30.0)
         [check] = check_hub(Settings(limits=limits, environ={"HF_ENDPOINT": address}))
         greeter.join()
-    said = "accepts connections, but a request fails: BadStatusLine: SSH-2.0-OpenSSH_9.6"
-    assert (check.status, check.detail) == ("warn", f"{address} {said}")
+    assert check.status == "warn" and check.detail.startswith(f"{address} accepts connections, but a request fails: ")
 
 
 def test_a_name_cannot_steer_the_terminal(hub: Hub) -> None:

@@ -386,8 +386,10 @@ CRASHES = (
     hang("system_exit_raised", "MC313", (1,), severity="error", exit_code=1, facts={"message": "no shard for step 12"}),
     crash("store_host_gone", "MC309", (0,), facts={"via": "os._exit"}),
     crash("checkpoint_cut_off", "MC601", (0,), exit_code=1, says=("last.pt", "os.replace")),
-    crash("weights_cut_off", "MC601", (0, 1), exit_code=1, says=("model.safetensors", "SafetensorError")),
-    crash("pickle_cut_off", "MC601", (0,), exit_code=1, says=("UnpicklingError", "os.replace")),
+    crash(
+        "weights_cut_off", "MC601", (0, 1), exit_code=1, says=("model.safetensors",), facts=raised("SafetensorError")
+    ),
+    crash("pickle_cut_off", "MC601", (0,), exit_code=1, says=("os.replace",), facts=raised("UnpicklingError")),
     crash("import_error", "MC310", (1,), exit_code=1, facts=_NO_MODULE),
     crash("cuda_device_assert", "MC902", (1,), needs="gpu", facts={"token": 100, "rows": 100}),
     crash("cuda_index_assert", "MC311", (1,), needs="gpu"),
@@ -398,7 +400,7 @@ STARTS = (
     crash("port_taken", "MC103", (0,), says=("{port}", "{holder}"), arguments=("--port", "{port}")),
     crash("no_gpu", "MC104", (1,), exit_code=1),
     slow("import_storm", "MC101", None, nproc=4, cores=2),
-    crash("directory_race", "MC107", None, exit_code=1, says=("FileExistsError", "checkpoints")),
+    crash("directory_race", "MC107", None, exit_code=1, says=("checkpoints",), facts=raised("FileExistsError")),
     slow(
         "every_rank_downloads",
         "MC108",

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from model_check.blackbox.device_numbers import Reading
+from model_check.numerics.exchanges import TURNS, Turn
 from model_check.numerics.finite import LocalCheck
-from model_check.numerics.rotation import TURNS, Turn
 from model_check.record import RunDir, read_jsonl
 
 pytestmark = [

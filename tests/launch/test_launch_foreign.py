@@ -211,6 +211,37 @@ def test_a_failing_rank_gives_its_code_and_its_peer_ends_within_two_seconds(
     assert (job.run_dir.stacks_dir / "rank-00000.1.json").exists()
 
 
+_SAVES_WHEN_A_PEER_FAILS = """\
+import os, signal, sys, time
+rank = os.environ["RANK"]
+
+def save(*_):
+    with open("saved", "wb", buffering=0) as file:
+        for _ in range(30):
+            file.write(bytes(1 << 20))
+            time.sleep(0.1)
+    os.rename("saved", "whole")
+    sys.exit(0)
+
+if rank == "0":
+    signal.signal(signal.SIGTERM, save)
+    open("up", "w").close()
+    time.sleep(100)
+while not os.path.exists("up"):
+    time.sleep(0.01)
+sys.exit(7)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_saves_because_its_peer_failed_may_finish(tmp_path: Path, launch: Callable[..., Launched]) -> None:
+    job = launch("script", "2", _write(tmp_path / "saves.py", _SAVES_WHEN_A_PEER_FAILS))
+    result, _ = job.finish()
+    assert result["exit_code"] == 7
+    assert (tmp_path / "whole").stat().st_size == 30 << 20
+    assert sorted(result["exits"]) == [[0, 0, None], [1, 7, None]]
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)]
 )

@@ -290,12 +290,12 @@ def test_a_limit_shorter_than_a_step_does_not_end_ranks_that_compute(make_job: A
 
 
 def test_a_save_that_moves_little_at_a_time_is_alive(make_job: Any) -> None:
-    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=1.0))
+    job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=2.0))
     for rank in job.ranks:
         rank.tell("step", "step")
     job.ranks[0].tell("begin collective")
     job.ranks[1].tell("begin save")
-    end = time.monotonic() + 3.0
+    end = time.monotonic() + 4.0
     while time.monotonic() < end:
         job.ranks[1].tell("write 900000")
         assert job.poll_for(0.1) == []

@@ -389,7 +389,7 @@ def test_what_is_gathered_counts_as_gradients_in_a_communication_hook_only(in_ho
     assert looked is not None and looked.before_exchange
     assert (looked.numbers, looked.bad()) == (3 * 2 + 2 + 2 + 1, "")
     ((pieces, _),) = looked.parts
-    assert [piece.name for piece in pieces] == ["the gradients of 1.bias to 0.weight"]
+    assert [piece.name for piece in pieces] == ["gradients of 1.bias to 0.weight"]
 
 
 SPARSE = """

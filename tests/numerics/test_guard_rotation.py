@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from model_check.blackbox import native_collectives
-from model_check.numerics.exchanges import OwnGradients
-from model_check.numerics.rotation import LAST, TURNS, Turn
+from model_check.numerics.exchanges import LAST, TURNS, OwnGradients, Turn
 from model_check.numerics.script_guard import _own_share
 
 
@@ -99,7 +98,7 @@ def test_one_number_of_any_bucket_has_its_turn_in_eight_steps(weight: str, excha
     own.learn_names(model)
     _step(own, model, exchanged=exchanged)
     seen = [_step(own, model, spoilt=f"module.{weight}", exchanged=exchanged).bad() for _ in range(TURNS)]
-    assert {name for name in seen if name} == {f"the gradient of {weight}"}
+    assert {name for name in seen if name} == {f"gradient of {weight}"}
     assert own.left_out
 
 
@@ -108,7 +107,7 @@ def test_all_of_them_are_read_in_every_step_where_nothing_takes_turns() -> None:
     model, own = DistributedDataParallel(Model(12)), OwnGradients(in_turns=("cuda",))
     own.learn_names(model)
     for _ in range(10):
-        assert _step(own, model, spoilt="module.3.weight").bad() == "the gradient of 3.weight"
+        assert _step(own, model, spoilt="module.3.weight").bad() == "gradient of 3.weight"
     assert not own.left_out
 
 

@@ -16,6 +16,7 @@ CHECKPOINTS: dict[str, Entry] = {
             "look at the disk's own error counters",
         ),
         "rank_00001.bin is not what was saved: model.layers.3.attention.wq.weight has another checksum",
+        facts={"file": "the path that was being read"},
         ours=(
             "--resume auto goes on from the newest checkpoint that verifies",
             "model-check checkpoint verify .checkpoints reads all of them",

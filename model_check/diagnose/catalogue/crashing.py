@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model_check.diagnose.catalogue.entry import Entry
+from model_check.diagnose.catalogue.entry import MEMORY_FACTS, Entry
 
 CRASHING: dict[str, Entry] = {
     "MC301": Entry(
@@ -95,6 +95,7 @@ CRASHING: dict[str, Entry] = {
         ),
         "history.append(loss)   # keeps every graph",
         causes={"aborted": "no MemoryError: native code could not allocate, and ended the process"},
+        facts=MEMORY_FACTS,
     ),
     "MC308": Entry(
         "early exit with code 0",

@@ -21,6 +21,16 @@ class Entry:
     facts: Mapping[str, str] = field(default_factory=dict)  # each key of a finding's `facts`, and what its value is
 
 
+# What a finding says of memory that ran out, in bytes and as far as it is known.
+MEMORY_FACTS: Mapping[str, str] = {
+    "requested": "what was asked for",
+    "free": "what the device had left",
+    "total": "what the device has",
+    "allocated": "what torch had in use on the device",
+    "rss": "what the process held of the host's memory",
+    "held": "what was in use for what: parameters, gradients, optimizer, activations and temporaries",
+}
+
 # What a finding of any code may say of how its rank ended.
 COMMON_FACTS: Mapping[str, str] = {
     "exception": "the class of the exception",

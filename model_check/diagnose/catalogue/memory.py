@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model_check.diagnose.catalogue.entry import Entry
+from model_check.diagnose.catalogue.entry import MEMORY_FACTS, Entry
 
 MEMORY: dict[str, Entry] = {
     "MC501": Entry(
@@ -17,6 +17,7 @@ MEMORY: dict[str, Entry] = {
             "share parameters and optimizer states among ranks: torch.distributed.fsdp.fully_shard",
         ),
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        facts=MEMORY_FACTS,
         ours=(
             "halve training.batch_size and double training.grad_accum_nums: the same global batch",
             "set parallel.activation_checkpointing, or shorten training.context_length",
@@ -34,6 +35,7 @@ MEMORY: dict[str, Entry] = {
             "keep shapes the same from step to step: pad batches to one length",
         ),
         "Tried to allocate 3.00 GiB … 9.12 GiB is reserved by PyTorch but unallocated.",
+        facts=MEMORY_FACTS,
     ),
     "MC503": Entry(
         "the run cannot fit",

@@ -118,5 +118,6 @@ STARTING: dict[str, Entry] = {
             "put dist.barrier() between writing on rank 0 and reading on the others",
         ),
         "while not os.path.exists(path): time.sleep(0.1)\ntokens = torch.load(path)   # rank 0 still writes",
+        facts={"file": "the path that was being read"},
     ),
 }

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from model_check.doctor.bench.training import QUIET
-from model_check.doctor.jobs import finished_job, scratch_folder
+from model_check.doctor.jobs import finished_job
 from model_check.doctor.settings import Settings
 from model_check.errors import LaunchError
 
@@ -49,13 +49,9 @@ def _first_step_s(settings: Settings, way: str, ranks: int) -> float:
     else:
         command = settings.train
         arguments += ["--nproc", str(ranks), "--set", f"launch.start={way}"]
-    limit_s = settings.limits.job_limit_s
-    with scratch_folder() as folder:
-        began = time.time()
-        with finished_job(command, arguments, folder, limit_s=limit_s, environ=settings.environ) as job:
-            if job.problem:
-                raise LaunchError(
-                    f"{way}: {job.problem}", remedy="leave it out with --ways, or run doctor --only ranks"
-                )
-            # The only record of a run of one step is written when that step has ended.
-            return (job.run_dir / "metrics.jsonl").stat().st_mtime - began
+    began = time.time()
+    with finished_job(command, arguments, settings) as job:
+        if job.problem:
+            raise LaunchError(f"{way}: {job.problem}", remedy="leave it out with --ways, or run doctor --only ranks")
+        # The only record of a run of one step is written when that step has ended.
+        return (job.run_dir / "metrics.jsonl").stat().st_mtime - began

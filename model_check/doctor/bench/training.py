@@ -10,8 +10,7 @@ from pathlib import Path
 from model_check.doctor.jobs import finished_job, scratch_folder
 from model_check.doctor.settings import Settings
 from model_check.errors import LaunchError
-from model_check.record import RunDir
-from model_check.record.metrics import StepMetrics, read_metrics
+from model_check.record.metrics import StepMetrics
 
 QUIET = ("checkpoint.interval=0", "logging.tensorboard=false", "logging.wandb=false", "training.eval_interval=0")
 
@@ -37,23 +36,13 @@ def measure_training(
     The arguments may name files and folders from where we are: so does the run, which writes elsewhere. `keeps_cache`:
     they name the folder of the tokenized data too.
     """
-    with (
-        scratch_folder() as folder,
-        finished_job(
-            settings.train,
-            [*arguments, *_writing_to(folder, keeps_cache), "--max-steps", str(steps)],
-            folder,
-            limit_s=limit_s,
-            environ=settings.environ,
-            cwd=Path.cwd(),
-        ) as job,
-    ):
-        if job.problem:
-            raise LaunchError(
-                f"the measured run failed: {job.problem}", remedy="model-check train shows the whole story"
-            )
-        records = read_metrics(RunDir(job.run_dir).metrics, all_steps=True)
-    return summarised(records)
+    with scratch_folder() as folder:
+        words = [*arguments, *_writing_to(folder, keeps_cache), "--max-steps", str(steps)]
+        with finished_job(settings.train, words, settings, limit_s=limit_s, cwd=Path.cwd()) as job:
+            if job.problem:
+                remedy = "model-check train shows the whole story"
+                raise LaunchError(f"the measured run failed: {job.problem}", remedy=remedy)
+            return summarised(job.metrics)
 
 
 def _writing_to(folder: Path, keeps_cache: bool) -> list[str]:
