@@ -46,7 +46,8 @@ def test_the_original_exception_is_the_cause_and_the_lost_connections_are_victim
     assert [f.code for f in verdict.findings] == ["MC301"]
     finding = verdict.findings[0]
     assert (finding.ranks, finding.victims, finding.function) == ([1], [0, 2], "loss") and stage.line(finding) == 33
-    assert finding.facts == {"exception": "ValueError", "message": "label 17 out of range"}
+    lost = {"0": f"RuntimeError: {GLOO}", "2": "RuntimeError: Connection reset by peer"}
+    assert finding.facts == {"exception": "ValueError", "message": "label 17 out of range", "lost_peers": lost}
     assert (finding.certainty, finding.severity) == ("proven", "error")
     assert (verdict.outcome, verdict.exit_code) == ("failed", 1)
 
@@ -176,7 +177,8 @@ def test_killed_by_an_unknown_sender(stage):
     verdict = stage.verdict(after=0.1)
     finding = verdict.findings[0]
     assert (finding.code, finding.ranks, finding.victims) == ("MC303", [1], [0])
-    assert finding.facts == {"signal": "SIGKILL", "last_recorded": True} and verdict.exit_code == 137
+    lost = {"lost_peers": {"0": f"RuntimeError: {GLOO}"}}
+    assert finding.facts == {"signal": "SIGKILL", "last_recorded": True, **lost} and verdict.exit_code == 137
     assert f"observed: its last recorded line is {finding.location}" in finding.evidence
 
 

@@ -260,7 +260,8 @@ def test_a_script_that_stops_in_the_bad_step_has_seen_the_number(stage: Stage, l
     assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [1], [0], 7)
     assert (found.severity, found.certainty, found.location) == ("error", "proven", "train.py:12")
     where = {"location": f"{stage.script}:4", "function": "train"}
-    assert found.facts["ended_by"] == {"ranks": [1], "exception": "StopTraining", "message": "7", **where}
+    lost = {"lost_peers": {"0": "RuntimeError: Connection closed by peer [127.0.0.1]:9105"}}
+    assert found.facts["ended_by"] == {"ranks": [1], "exception": "StopTraining", "message": "7", **where, **lost}
     assert found.evidence[-1].startswith("observed: rank 0 then lost its peer: RuntimeError: Connection closed")
     text = render(stage.verdict(live=False), color=False)
     assert "= victims: rank 0 waits or failed because of it" in text
@@ -333,6 +334,7 @@ def test_what_came_of_a_warning_is_added_to_it(stage: Stage) -> None:
     head, *since = first.split("\n")
     assert head.endswith("on rank 1 (as above)")
     assert since[0].startswith("  = observed: rank 1 then raised StopTraining: 7")
+    assert since[1].startswith("  = observed: rank 0 then lost its peer: RuntimeError: Connection closed")
 
 
 def test_the_dump_is_never_opened(tmp_path: Path) -> None:

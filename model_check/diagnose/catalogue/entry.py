@@ -42,6 +42,7 @@ COMMON_FACTS: Mapping[str, str] = {
     "via": "how it left: return, sys.exit, os._exit, or SystemExit where no exit was called",
     "signal": "the name of the signal that ended it",
     "last_recorded": "true: the line is the last that was recorded before a kill, not its cause",
+    "lost_peers": "what each rank raised that lost its peer because of this",
     "ended_by": "the script ended because of this: the ranks that did so, with the facts above",
     "lost_steps": "the first and the last step of a run that no longer trained: no loss was finite",
     "stranded": "the ranks that lost their peer by that end",
