@@ -25,6 +25,7 @@ from model_check.record import Finding, RunDir, Verdict
 from model_check.record.events.crashes import Exit, UncaughtException
 from model_check.record.events.process import Stalled, StallWithdrawn, Stopped, StopReason
 from model_check.record.journal import Journal
+from model_check.record.process_sample import RankSample
 from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
 from model_check.record.ring import read_header
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
