@@ -389,7 +389,7 @@ def test_a_failing_rank_that_is_still_at_work_is_not_cut_short(make_job: Any) ->
     crash = Finding("MC301", "rank 1 raised ValueError", certainty="proven", ranks=[1], victims=[0])
     job = make_job(crash, limits=replace(_QUICK, own_work_s=2.0))
     job.ranks[1].tell("spin")
-    job.supervisor.journal.write("stall")
+    job.supervisor.journal.write(Stalled())
     assert job.poll_for(1.2) == []
     ending = job.poll_until(lambda: False)
     assert ending is not None and ending.reason.startswith("MC301")
