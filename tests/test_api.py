@@ -155,7 +155,7 @@ def test_the_rank_is_taken_from_a_group_that_was_joined_before(tmp_path: Path) -
     )
     done = run_ranks(path, RunDir(tmp_path / "run"), world=None, inject=False, env={"PYTHONPATH": str(ROOT)})
     assert [(c.op, c.group) for c in done.crumbs(phase="collective", event="begin")] == [("all_reduce", "default")]
-    assert done.ring().header["backend"] == "gloo"
+    assert done.ring().header.backend == "gloo"
     assert named(model_check.diagnose(tmp_path / "run")) == [("MC301", [0], at(path, "RAISES"))]
 
 

@@ -87,20 +87,20 @@ def _may_become(rank: int, world_size: int | None, store: str) -> bool:
         return False
     rings = {path: read_header(path) for path in run_dir.blackbox_dir.glob("rank-*.ring")}
     others = {path: who for path, who in rings.items() if not is_near(who) or live_pid(who) not in (None, os.getpid())}
-    joined = [(who.get("world_size"), who.get("store")) for who in others.values() if who.get("backend")]
-    numbered = [size for who in others.values() if who.get("final") and (size := who.get("world_size") or 1) > 1]
+    joined = [(who.world_size, who.store) for who in others.values() if who.backend]
+    numbered = [size for who in others.values() if who.final and (size := who.world_size or 1) > 1]
     if any(group != (world_size, store) for group in joined) or any(size != world_size for size in numbered):
         return False
     path = run_dir.ring(rank)
     holder = others.get(path)
     if holder is None:
         return True
-    told = holder.get("world_size") or 1
-    if holder.get("backend") or world_size is None or world_size < told:
+    told = holder.world_size or 1
+    if holder.backend or world_size is None or world_size < told:
         return False
     if any(crumb.phase in _AT_WORK for crumb in read_ring(path).crumbs):
         return False
-    return world_size > told or told == 1 or store == holder.get("store")
+    return world_size > told or told == 1 or store == holder.store
 
 
 def _open_as(rank: int, world_size: int | None, store: str) -> None:

@@ -24,7 +24,8 @@ _CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # e
 _LEAST_ITEMS = 16
 _LEAST_GROWTH = 5
 _LEAST_SHARE = 0.01  # of the resident memory, between two marks
-_APART_S = 8.0
+_IN_A_ROW = 2  # marks with that growth: at its start every script grows once
+_APART_S = 4.0
 _MOST_OBJECTS = 3_000_000
 _LONGEST_S = 1.0  # a count this slow is the last
 _MOST_EVENTS = 3
@@ -34,15 +35,17 @@ _FILLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update",
 
 class _State:
     last_rss = 0
+    grown = 0  # marks in a row
     counted: dict[int, int] | None = None
     counted_at = 0.0
     events = 0
 
 
 def look(resident: int) -> None:
-    """Called with each resident-memory reading: counts if it has grown, and reports growth since the last count."""
+    """Called with each resident-memory reading: counts if it keeps growing, and reports growth since the last count."""
     before, _State.last_rss = _State.last_rss, resident
-    if _State.events >= _MOST_EVENTS or not before or resident < before * (1 + _LEAST_SHARE):
+    _State.grown = _State.grown + 1 if before and resident >= before * (1 + _LEAST_SHARE) else 0
+    if _State.events >= _MOST_EVENTS or _State.grown < _IN_A_ROW:
         return
     began = time.monotonic()
     try:

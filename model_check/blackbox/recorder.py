@@ -65,7 +65,7 @@ class Recorder:
         finally:
             os.close(fd)
         self._header = {
-            "magic": "MCRING",
+            "magic": ring.MAGIC,
             "version": ring.VERSION,
             "rank": rank,
             **who.identity(),

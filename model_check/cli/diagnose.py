@@ -86,4 +86,4 @@ def _mention_missing_logs(directory: RunDir) -> None:
 def _where_it_ran(directory: RunDir) -> str | None:
     """The folder that relative paths of the run start from, as its first rank recorded it."""
     rings = sorted(directory.blackbox_dir.glob("rank-*.ring"))
-    return read_header(rings[0]).get("cwd") if rings else None
+    return read_header(rings[0]).cwd or None if rings else None

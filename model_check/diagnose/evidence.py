@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from model_check.record.events import Event
 from model_check.record.events.crashes import Exit, UncaughtException
@@ -26,7 +26,7 @@ from model_check.record.flight import FlightEntry
 from model_check.record.metrics import StepMetrics
 from model_check.record.process_sample import RankSample
 from model_check.record.ring import WAIT_PHASES as WAIT_PHASES
-from model_check.record.ring import Crumb
+from model_check.record.ring import Crumb, RingHeader
 from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import Frame, ProcessStacks
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
@@ -47,7 +47,7 @@ class RankEvidence:
     """Everything known about one rank."""
 
     rank: int
-    header: Mapping[str, Any] = field(default_factory=dict)
+    header: RingHeader = field(default_factory=RingHeader)
     crumbs: tuple[Crumb, ...] = ()
     told: tuple[Event, ...] = ()
     stacks: tuple[ProcessStacks, ...] = ()
@@ -65,12 +65,12 @@ class RankEvidence:
 
     @property
     def pid(self) -> int:
-        return int(self.header.get("pid") or (self.samples[-1].pid if self.samples else 0))
+        return self.header.pid or (self.samples[-1].pid if self.samples else 0)
 
     @property
     def cwd(self) -> str:
         """The folder the rank ran in: relative paths start there."""
-        return str(self.header.get("cwd") or "")
+        return self.header.cwd
 
     @property
     def alive(self) -> bool:
@@ -116,8 +116,8 @@ class RankEvidence:
         """The time of the last record, in seconds of CLOCK_MONOTONIC."""
         if self.crumbs:
             return self.crumbs[-1].time_ns / 1e9
-        start = self.header.get("start_monotonic_ns")
-        return float(start) / 1e9 if start else self.started_t
+        start = self.header.start_monotonic_ns
+        return start / 1e9 if start else self.started_t
 
     @cached_property
     def step(self) -> int | None:

@@ -91,7 +91,7 @@ def judge(evidence: Evidence, matcher: Matcher | None = None) -> Verdict:
 
 def _unrecorded(evidence: Evidence) -> list[str]:
     """Ranks whose recording failed while they trained on: nobody knows what they call since."""
-    failed = {rank.rank: rank.header["gave_up"] for rank in evidence.ranks.values() if rank.header.get("gave_up")}
+    failed = {rank.rank: rank.header.gave_up for rank in evidence.ranks.values() if rank.header.gave_up}
     return [
         f"recording rank {rank} failed ({why}, see its events): since then no hang and no mismatch can be found"
         for rank, why in failed.items()
@@ -102,8 +102,7 @@ def _unwritten(evidence: Evidence) -> list[str]:
     """Files of ours that a rank could not write and did without."""
     notes = []
     for rank in evidence.ranks.values():
-        files = rank.header.get("unwritten")
-        for name, why in files.items() if isinstance(files, dict) else ():
+        for name, why in rank.header.unwritten.items():
             notes.append(f"rank {rank.rank} could not write {name} of the run directory: {why}")
     return notes
 

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from model_check.diagnose.evidence import P2P_OPS, Evidence
 from model_check.diagnose.source import statement
 from model_check.record.flight import FlightEntry
-from model_check.record.ring import FLAG_NATIVE, Crumb, RingTail
+from model_check.record.ring import FLAG_NATIVE, Crumb, RingHeader, RingTail
 from model_check.record.stacks import Frame
 
 Key = tuple[str, str]  # (operation, call site)
@@ -242,16 +241,16 @@ class FollowedRing:
         self._rank = rank
         self.log = RankLog(rank)
 
-    def read(self) -> dict[str, Any]:
-        """Reads on, and returns the ring's header as it is now; empty where there is no ring."""
+    def read(self) -> RingHeader:
+        """Reads on, and returns the ring's header as it is now; False where there is no ring."""
         header = self._tail.header
         if not header:
-            return {}
+            return header
         fresh = self._tail.poll()
         if self._tail.generation != self._generation:
             self._generation = self._tail.generation
             self.log = RankLog(self._rank)
-        self.log.feed(fresh, str(header.get("cwd") or ""))
+        self.log.feed(fresh, header.cwd)
         return header
 
 
@@ -267,7 +266,7 @@ def group_tables(evidence: Evidence) -> list[GroupTable]:
     for name, by_rank in groups.items():
         members = evidence.group_members(name)
         known = frozenset(r for r in members if r in by_rank or (evidence.of(r).header and evidence.of(r).complete))
-        gloo = all(str(evidence.of(rank).header.get("backend") or "") == "gloo" for rank in by_rank)
+        gloo = all(evidence.of(rank).header.backend == "gloo" for rank in by_rank)
         tables.append(GroupTable(name, members, by_rank, returned[name], known, equal_gathers=gloo))
     return tables
 

@@ -197,7 +197,7 @@ def _held_on_its_way_out(rank: RankEvidence, error: CaughtException) -> Frame | 
 
 def _hears_handlers(rank: RankEvidence) -> bool:
     """From Python 3.12 on, every exception handler that runs in the script is recorded: no record, nothing caught."""
-    major, _, rest = str(rank.header.get("python") or "").partition(".")
+    major, _, rest = rank.header.python.partition(".")
     minor = rest.partition(".")[0]
     return major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= (3, 12)
 

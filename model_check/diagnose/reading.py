@@ -32,6 +32,7 @@ from model_check.record.files import open_regular, read_tail
 from model_check.record.flight import read_flight
 from model_check.record.metrics import read_metrics
 from model_check.record.process_sample import RankSample
+from model_check.record.ring import RingHeader
 from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import FRAME_LINE, Frame, read_stacks
 from model_check.record.typed import from_json
@@ -119,11 +120,6 @@ class JsonlTail:
         self._held[kind] = first + newest
 
 
-def _whole(value: Any) -> int:
-    """The value as a whole number; 0 if it is not one."""
-    return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1 << 62 else 0
-
-
 def _kind_of(event: Event) -> str:
     return event.name if isinstance(event, UnknownEvent) else event.kind
 
@@ -136,8 +132,8 @@ class Place:
     script: str = ""
 
     @classmethod
-    def of(cls, header: Mapping[str, Any]) -> Place:
-        return cls(str(header.get("cwd") or ""), str(header.get("script") or ""))
+    def of(cls, header: RingHeader) -> Place:
+        return cls(header.cwd, header.script)
 
     def frame(self, frame: Frame) -> Frame:
         is_script = self.script != "" and frame.file == os.path.normpath(Path(self.cwd, self.script))
@@ -244,15 +240,13 @@ class Reader:
             damage.append(f"{self.run_dir.ring(rank).name}: not a black box, or its header was never finished")
         tail = self._events.setdefault(rank, JsonlTail(self.run_dir.events(rank)))
         damage += tail.update()
-        began = _whole(header.get("start_monotonic_ns")) / 1e9
+        began = header.start_monotonic_ns / 1e9
         name = f"rank-{rank:05d}"
         place = Place.of(header)
-        told = tuple(e for e in tail.events if not _of_earlier_life(e, _whole(header.get("pid")), began))
-        if exit is not None and exit.t < began and exit.pid != header.get("pid"):
+        told = tuple(e for e in tail.events if not _of_earlier_life(e, header.pid, began))
+        if exit is not None and exit.t < began and exit.pid != header.pid:
             exit = None  # of an earlier life: a rank that no launcher of ours started says of none that it began
-        announced = _announced_exit(
-            told, rank, _whole(header.get("pid")), believed_before if exit is None else math.inf
-        )
+        announced = _announced_exit(told, rank, header.pid, believed_before if exit is None else math.inf)
         exit = _first_end(announced, exit)
         files = self._files(self.run_dir.stacks_dir, f"{name}.*json")
         read = partial(read_stacks, show=place.frame)
@@ -352,7 +346,7 @@ def _vocabulary(config: Any) -> int | None:
 
 def _world_size(journal: Iterable[Event], ranks: Mapping[int, RankEvidence]) -> int:
     said = [event.nproc for event in journal if isinstance(event, JobStarted) and is_rank(event.nproc)]
-    headers = [int(r.header["world_size"]) for r in ranks.values() if is_rank(r.header.get("world_size"))]
+    headers = [r.header.world_size for r in ranks.values() if is_rank(r.header.world_size)]
     return max([*said, *headers, *(n + 1 for n in ranks)], default=0)
 
 

@@ -156,7 +156,7 @@ def _p2p_wait(evidence: Evidence, rank: RankEvidence, crumb: Crumb) -> Wait | No
     if not peer.header or (theirs >= crumb.collective_seq and not _other_tag(crumb, peer.blocking, rank.rank)):
         return _wait(rank, "p2p", (), crumb, firm=False)
     # gloo's send is a rendezvous; other backends may return from a send that nobody has received yet.
-    blocks = crumb.op == "recv" or str(evidence.of(rank.rank).header.get("backend") or "gloo") == "gloo"
+    blocks = crumb.op == "recv" or evidence.of(rank.rank).header.backend in (None, "gloo")
     known = theirs > 0 or peer.complete
     return _wait(rank, "p2p", (crumb.peer,), crumb, firm=blocks and known and _messages_on_main(peer))
 

@@ -15,10 +15,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from model_check.errors import UsageError
 from model_check.launch import orphans
@@ -30,7 +29,7 @@ from model_check.record.events.job import CLEAN_CODES, RankExit, RankStarted, Si
 from model_check.record.events.process import JobStarted
 from model_check.record.process_identity import is_near, live_pid
 from model_check.record.redaction import redact_argv
-from model_check.record.ring import read_header
+from model_check.record.ring import RingHeader, read_header
 from model_check.record.signal_handlers import handle
 from model_check.supervise import processes
 from model_check.supervise.hooks import EndJob
@@ -95,7 +94,7 @@ class _CommandJob:
     def __post_init__(self) -> None:
         self._watcher = ExitWatcher()
         self._rank_of: dict[int, int] = {}
-        self._identities: dict[int, Mapping[str, Any]] = {}
+        self._identities: dict[int, RingHeader] = {}
         self._exits: list[RankExit] = []
         self._stop = Requests()
         self._signalled_at: float | None = None
@@ -169,14 +168,14 @@ class _CommandJob:
         for path in self._run_dir.blackbox_dir.glob("rank-*.ring"):
             header = read_header(path)
             # The PID of a rank on another host or in another container belongs to a different process here.
-            if (match := _RING_NAME.search(path.name)) and is_near(header) and header["pid"] not in self._rank_of:
+            if (match := _RING_NAME.search(path.name)) and is_near(header) and header.pid not in self._rank_of:
                 self._add_rank(int(match[1]), header)
 
-    def _add_rank(self, rank: int, header: Mapping[str, Any]) -> None:
-        pid = header["pid"]
+    def _add_rank(self, rank: int, header: RingHeader) -> None:
+        pid = header.pid
         self._rank_of[pid] = rank
         self._identities[pid] = header
-        started = header.get("start_monotonic_ns", 0) / 1e9 or time.monotonic()
+        started = header.start_monotonic_ns / 1e9 or time.monotonic()
         self._supervisor.rank_started(rank, pid, started)
         self._supervisor.journal.write(RankStarted(t=started, rank=rank, pid=pid))
         if live_pid(header) is None or not self._watcher.watch(pid):

@@ -21,7 +21,8 @@ from typing import Any
 from model_check.errors import RunDirError
 from model_check.record.files import read_json, write_json_atomic
 from model_check.record.paths import LOCK, PRIVATE, RunDir, holds_a_run, new_path
-from model_check.record.process_identity import identity, is_near, live_pid
+from model_check.record.process_identity import Identity, identity, is_near, live_pid
+from model_check.record.typed import from_json
 
 _BEAT_S = 10.0
 _DEAD_AFTER_S = 120.0  # without a beat
@@ -136,8 +137,9 @@ class Claim:
         return False
 
     def _lives(self, holder: dict[str, Any]) -> bool:
-        if is_near(holder) and not holder.get("shared"):
-            return live_pid(holder) is not None
+        process = from_json(Identity, holder)
+        if is_near(process) and not holder.get("shared"):
+            return live_pid(process) is not None
         with tempfile.TemporaryFile(dir=self._path.parent) as now:  # the clock of the file server, not ours
             now.write(b".")
             now.flush()

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _START_TIME = 19  # field of /proc/PID/stat, counted from the state after the command name
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Names a process for good."""
+
+    host: str = ""
+    boot_id: str = ""
+    pid_ns: str = ""  # the namespace in which the PID counts
+    pid: int = 0
+    start_ticks: int | None = None  # clock ticks since boot; None: the writer could not know
 
 
 def _here() -> dict[str, Any]:
@@ -44,14 +55,13 @@ def identity() -> dict[str, Any]:
     return {**_here(), "pid": pid, "start_ticks": start_ticks(pid)}
 
 
-def is_near(who: Mapping[str, Any]) -> bool:
+def is_near(who: Identity) -> bool:
     """Whether the writer's PID means anything here: same host, same boot, same PID namespace."""
-    return all(who.get(name) == value for name, value in _here().items())
+    return all(getattr(who, name) == value for name, value in _here().items())
 
 
-def live_pid(who: Mapping[str, Any]) -> int | None:
+def live_pid(who: Identity) -> int | None:
     """The writer's PID if that same process still runs here; None if it is gone or elsewhere, or its PID was reused."""
-    pid, started = who.get("pid"), who.get("start_ticks")
-    if not isinstance(pid, int) or started is None or not is_near(who):
+    if not who.pid or who.start_ticks is None or not is_near(who):
         return None
-    return pid if start_ticks(pid) == started else None
+    return who.pid if start_ticks(who.pid) == who.start_ticks else None

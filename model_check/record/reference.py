@@ -14,7 +14,7 @@ from model_check.record.environment import Environment
 from model_check.record.events import KINDS, Event
 from model_check.record.flight import FlightEntry
 from model_check.record.metrics import StepMetrics
-from model_check.record.ring import Crumb
+from model_check.record.ring import Crumb, RingHeader
 from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import ProcessStacks
 from model_check.record.verdict import Verdict
@@ -64,6 +64,7 @@ def render_reference() -> str:
     parts = [_INTRODUCTION, *(f"| `{name}` | {meaning} |" for name, meaning in _FILES.items()), ""]
     for title, record in (
         ("Ring", Crumb),
+        ("Header of a ring", RingHeader),
         ("Stacks", ProcessStacks),
         ("Flight recorder", FlightEntry),
         ("Verdict", Verdict),
@@ -87,9 +88,15 @@ def _record(record: type[Any]) -> Iterator[str]:
         yield from _table(inner)
 
 
+def _classes(record: type[Any]) -> list[type[Any]]:
+    """The record and its bases, whose fields it has too; what all events have is shown once."""
+    bases = [base for base in reversed(record.__mro__[1:]) if is_dataclass(base) and base is not Event]
+    return [*bases, record]
+
+
 def _own_hints(record: type[Any]) -> list[Any]:
     hints = get_type_hints(record)
-    return [hints[name] for name in record.__annotations__]
+    return [hints[name] for one in _classes(record) for name in one.__annotations__]
 
 
 def _records_in(hint: Any) -> Iterator[type[Any]]:
@@ -112,10 +119,11 @@ def _table(record: type[Any]) -> list[str]:
     """The fields as they stand in the source, with the comments behind them."""
     rows = []
     hints = get_type_hints(record)
-    for line in inspect.getsource(record).splitlines():
+    names = {name for one in _classes(record) for name in one.__annotations__}
+    for line in (line for one in _classes(record) for line in inspect.getsource(one).splitlines()):
         field = _FIELD.match(line)
         stored = "ClassVar" not in line and "NOT_STORED" not in line
-        if field is not None and stored and field["name"] in record.__annotations__:
+        if field is not None and stored and field["name"] in names:
             default = field["default"] if field["default"] and not field["default"].startswith("field(") else ""
             kind = (field["type"] + (f" = {default}" if default else "")).replace("|", "\\|")
             choices = ", ".join(f"`{choice}`" for choice in _choices(hints[field["name"]]))

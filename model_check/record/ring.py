@@ -14,13 +14,16 @@ import json
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from model_check.record.files import open_regular
+from model_check.record.process_identity import Identity
+from model_check.record.typed import from_json
 
+MAGIC = "MCRING"
 VERSION = 1
 HEADER_BYTES = 4096
 STRINGS_BYTES = 256 * 1024
@@ -147,6 +150,40 @@ FLAG_ASYNC = 1
 FLAG_NATIVE = 2  # started by C++ (DDP's reducer, FSDP), seen through the process group rather than a Python call
 
 
+@dataclass(frozen=True)
+class RingHeader(Identity):
+    """Who writes a ring, and its layout. False where there is no ring, or its header was never finished."""
+
+    magic: str = ""
+    version: int = 0
+    rank: int = -1
+    start_monotonic_ns: int = 0  # when the recording began
+    start_time: float = 0.0  # the same as wall-clock seconds
+    capacity: int = 0  # slots for records
+    record_bytes: int = 0
+    strings_bytes: int = -1  # of the string table
+    world_size: int | None = None
+    local_rank: int | None = None
+    attempt: int = 0
+    store: str = ""  # the port or file at which the ranks of the group met
+    final: bool = False  # all processes of the job are numbered, not only its hosts
+    role: str = ""
+    ppid: int = 0
+    python: str = ""
+    script: str = ""  # as it was given to the interpreter
+    cwd: str = ""
+    argv: tuple[str, ...] = ()  # without secrets
+    torch: str | None = None
+    backend: str | None = None  # None: it has not joined its peers
+    service: str | None = None  # the socket at which the process answers
+    stack_signal: int | None = None  # makes the process write its stacks
+    unwritten: Mapping[str, str] = field(default_factory=dict)  # files that it could not write, and why
+    gave_up: str = ""  # the type of the exception that ended the recording
+
+    def __bool__(self) -> bool:
+        return bool(self.magic)
+
+
 class Crumb(NamedTuple):
     """One record of the ring, with its strings resolved. A tuple, because a full ring holds thousands of them."""
 
@@ -227,9 +264,9 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class RingReading:
-    """A ring as found: its header (empty: there is none), and the records still in it, oldest first."""
+    """A ring as found: its header, and the records still in it, oldest first."""
 
-    header: dict[str, Any] = field(default_factory=dict)
+    header: RingHeader = field(default_factory=RingHeader)
     crumbs: list[Crumb] = field(default_factory=list)
 
     def open_spans(self) -> list[Crumb]:
@@ -309,29 +346,28 @@ def _crumb(values: tuple[int, ...], text: Callable[[int], str]) -> Crumb:
     )
 
 
-def _parse_header(raw: bytes) -> dict[str, Any]:
+def _parse_header(raw: bytes) -> RingHeader:
     try:
-        header = json.loads(raw.rstrip(b"\0"))
+        header = from_json(RingHeader, json.loads(raw.rstrip(b"\0")))
     except (ValueError, RecursionError):
-        return {}
-    return header if isinstance(header, dict) and header.get("magic") == "MCRING" else {}
+        return RingHeader()
+    return header if header.magic == MAGIC else RingHeader()
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The header alone: cheap enough to poll. Empty where the file is missing or not a ring."""
+def read_header(path: Path) -> RingHeader:
+    """The header alone: cheap enough to poll. False where the file is missing or not a ring."""
     try:
         with open_regular(path) as file:
             return _parse_header(file.read(HEADER_BYTES))
     except OSError:
-        return {}
+        return RingHeader()
 
 
-def _layout(header: dict[str, Any]) -> tuple[int, int]:
+def _layout(header: RingHeader) -> tuple[int, int]:
     """Where the records start, and how many slots there are; (0, 0) for a header that makes no sense."""
-    capacity, strings_bytes = header.get("capacity"), header.get("strings_bytes")
-    if not isinstance(capacity, int) or not isinstance(strings_bytes, int) or capacity < 1 or strings_bytes < 0:
+    if header.capacity < 1 or header.strings_bytes < 0:
         return 0, 0
-    return HEADER_BYTES + strings_bytes, capacity
+    return HEADER_BYTES + header.strings_bytes, header.capacity
 
 
 def read_ring(path: Path) -> RingReading:
@@ -353,16 +389,18 @@ class RingTail:
         self.path = path
         self.generation = 0
         self.lost = 0  # records overwritten before they were read
-        self._header: dict[str, Any] = {}
+        self._header = RingHeader()
         self._map: mmap.mmap | None = None
         self._inode = (-1, -1)
         self._newest = 0
         self._polled = 0
 
     @property
-    def header(self) -> dict[str, Any]:
-        """Re-read each time: a writer adds what it learns later. Empty while there is no ring."""
-        return (_parse_header(self._map[:HEADER_BYTES]) or self._header) if self._attach() and self._map else {}
+    def header(self) -> RingHeader:
+        """Re-read each time: a writer adds what it learns later. False while there is no ring."""
+        if not self._attach() or not self._map:
+            return RingHeader()
+        return _parse_header(self._map[:HEADER_BYTES]) or self._header
 
     def _attach(self) -> bool:
         """Maps the file that is at the path now; False where there is none that can be used."""

@@ -13,9 +13,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-# Metadata of fields:
-NOT_STORED = {"stored": False}  # no file holds it
-NULL_TOO = {"null": True}  # written without a value too: its readers expect the key
+NOT_STORED = {"stored": False}  # the metadata of a field that no file holds
 _LARGEST = 1 << 64  # of a number; what is larger was not written by us
 
 
@@ -29,7 +27,7 @@ def to_json(record: Any) -> dict[str, Any]:
     for field in fields(record):
         value = getattr(record, field.name)
         stored = field.metadata.get("stored", True)
-        if stored and (value is not None or field.default is not None or "null" in field.metadata):
+        if stored and (value is not None or field.default is not None):
             shown[field.name] = _plain(value)
     return shown
 

@@ -98,13 +98,13 @@ class Gatherer:
     def _take(self, rank: int, rank_pid: int, pid: int, timeout_s: float) -> Path | None:
         is_rank = pid == rank_pid
         in_passing = self._looks > 0  # a quick look sends no signal
-        signal_name = None if in_passing else read_header(self._run_dir.ring(rank)).get("stack_signal")
+        stack_signal = None if in_passing else read_header(self._run_dir.ring(rank)).stack_signal
         # A forked worker inherits the rank's handler and its file.
         taken = stacks.take(
             pid,
             timeout_s=timeout_s,
             fault_file=self._run_dir.stacks_dir / f"rank-{rank:05d}.fault.txt",
-            fault_signal=stacks.signal_number(signal_name),
+            fault_signal=stack_signal or 0,
         )
         if in_passing and taken.source != "py-spy":
             return None  # a stack from the kernel has no source lines, so the previous round says more
@@ -117,7 +117,7 @@ class Gatherer:
         if self._request_flight is None:
             return
         self._flight_round += 1
-        sockets = {rank: read_header(self._run_dir.ring(rank)).get("service") for rank in pids}
+        sockets = {rank: read_header(self._run_dir.ring(rank)).service for rank in pids}
         asked = {rank: socket for rank, socket in sockets.items() if socket}
         if not asked:
             return

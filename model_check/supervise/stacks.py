@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -164,10 +163,3 @@ def _by_kernel(pid: int) -> ProcessStacks:
     frames = tuple(Frame("[kernel]", 0, symbol) for symbol in symbols)
     thread = ThreadStack("MainThread", 0, pid, False, False, frames)
     return ProcessStacks(pid, time.monotonic(), "proc", (thread,) if frames else ())
-
-
-def signal_number(name: str | int | None) -> int:
-    """A signal given as a number or a name; 0 where there is none."""
-    if isinstance(name, int):
-        return name
-    return int(signal.Signals[name]) if name and name in signal.Signals.__members__ else 0

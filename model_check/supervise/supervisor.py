@@ -286,7 +286,7 @@ class Supervisor:
         # No threshold is below the floor, so a healthy turn computes no median.
         silent = [rank for rank in alive if now - rank.pulse.last_at > self._limits.stall_floor_s]
         # A rank whose recording failed is silent for good: neither its silence nor its peers' waits say anything.
-        if any(read_header(self._run_dir.ring(rank.rank)).get("gave_up") for rank in silent):
+        if any(read_header(self._run_dir.ring(rank.rank)).gave_up for rank in silent):
             return []
         return [rank for rank in silent if now - rank.pulse.last_at > self._threshold(rank)]
 

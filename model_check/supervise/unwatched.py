@@ -10,14 +10,13 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from typing import Any
 
 from model_check.record import RunDir
 from model_check.record.events import read_events
 from model_check.record.events.job import RankExit
 from model_check.record.journal import Journal
 from model_check.record.process_identity import is_near, live_pid
-from model_check.record.ring import read_header
+from model_check.record.ring import RingHeader, read_header
 from model_check.supervise.collect import FlightRequest, Gatherer
 from model_check.supervise.process_exits import exit_code_recorded
 from model_check.supervise.watched_rank import Pulse
@@ -47,7 +46,7 @@ def look_at_ranks(
 
 def _take_evidence(
     run_dir: RunDir,
-    headers: Mapping[int, Mapping[str, Any]],
+    headers: Mapping[int, RingHeader],
     pids: Mapping[int, int],
     request_flight: FlightRequest | None,
     pause: Callable[[float], None],
@@ -73,12 +72,10 @@ def _is_quiet(run_dir: RunDir, rank: int) -> bool:
         return pulse.beat() and time.monotonic() - pulse.last_at > _QUIET_S
 
 
-def _write_exits(run_dir: RunDir, journal: Journal, ended: Mapping[int, Mapping[str, Any]]) -> None:
+def _write_exits(run_dir: RunDir, journal: Journal, ended: Mapping[int, RingHeader]) -> None:
     """Records the exit of ranks whose process is gone, with the exit code that they announced, if any."""
     events = read_events(run_dir.supervisor_events)
     known = {(exit.rank, exit.pid) for exit in events if isinstance(exit, RankExit)}
     for rank, who in ended.items():
-        pid = who.get("pid")
-        if is_near(who) and isinstance(pid, int) and (rank, pid) not in known:
-            code = exit_code_recorded(run_dir, rank, pid)
-            journal.write(RankExit(rank=rank, pid=pid, code=code))
+        if is_near(who) and who.pid and (rank, who.pid) not in known:
+            journal.write(RankExit(rank=rank, pid=who.pid, code=exit_code_recorded(run_dir, rank, who.pid)))

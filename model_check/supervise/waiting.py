@@ -61,7 +61,7 @@ def _forwards_only(reading: RingReading) -> bool:
 
 
 def _activity(rank: int, reading: RingReading, started_at: float) -> Activity:
-    open_spans = [crumb for crumb in reading.open_spans() if crumb.thread == reading.header.get("pid", crumb.thread)]
+    open_spans = [crumb for crumb in reading.open_spans() if crumb.thread == (reading.header.pid or crumb.thread)]
     if open_spans:
         inner = open_spans[-1]
         op = inner.op if inner.op != "none" else ""

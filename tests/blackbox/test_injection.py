@@ -22,9 +22,9 @@ def test_a_rank_is_known_from_its_environment(run: Runner) -> None:
     seen = run("import sys; print(sys.path[0], 'torch' in sys.modules)", env={"MY_API_KEY": "hunter2-hunter2"})
     header = seen.ring().header
     assert seen.codes == [0] and seen.outputs[0].endswith("user False\n") and seen.errors == [""]
-    assert (header["rank"], header["world_size"], header["local_rank"], header["role"]) == (0, 1, 0, "rank")
-    assert header["script"] == "train.py" and header["host"] == os.uname().nodename
-    assert header["argv"][1:] == ["train.py"]
+    assert (header.rank, header.world_size, header.local_rank, header.role) == (0, 1, 0, "rank")
+    assert header.script == "train.py" and header.host == os.uname().nodename
+    assert header.argv[1:] == ("train.py",)
     assert [e["via"] for e in seen.events("exit")] == ["return"]
 
 
@@ -38,7 +38,7 @@ def test_a_rank_is_known_from_its_environment(run: Runner) -> None:
 )
 def test_ranks_of_every_launcher_are_recognised(run: Runner, variables: dict[str, str]) -> None:
     seen = run("pass", world=None, env=variables)
-    assert (seen.ring(3).header["rank"], seen.ring(3).header["world_size"]) == (3, 4)
+    assert (seen.ring(3).header.rank, seen.ring(3).header.world_size) == (3, 4)
 
 
 def test_helper_processes_do_not_touch_the_ring(run: Runner) -> None:
@@ -55,7 +55,7 @@ def test_helper_processes_do_not_touch_the_ring(run: Runner) -> None:
     )
     assert seen.codes == [0], seen.errors
     assert seen.outputs[0].split()[:-1] == ["0", "child", "spawn", "child", "fork", "7"]
-    assert seen.ring().header["pid"] == int(seen.outputs[0].split()[-1])
+    assert seen.ring().header.pid == int(seen.outputs[0].split()[-1])
     assert [e["via"] for e in seen.events("exit")] == ["return"]
     assert len(seen.events("fork")) == 2
     assert sorted(p.name for p in seen.run_dir.blackbox_dir.iterdir()) == ["rank-00000.ring"]
@@ -193,7 +193,7 @@ def test_the_environments_own_sitecustomize_still_runs(tmp_path: Path, script: C
     run_dir = RunDir.create(tmp_path / "run")
     env = {"PYTHONPATH": os.pathsep.join([inject_path(), str(theirs)])}
     assert run_ranks(path, run_dir, world=1, env=env).outputs == ["True\n"]
-    assert read_header(run_dir.ring(0))["rank"] == 0
+    assert read_header(run_dir.ring(0)).rank == 0
 
 
 def test_a_failure_of_ours_is_written_down_and_the_script_runs(tmp_path: Path, script: Callable[[str], Path]) -> None:
@@ -239,7 +239,7 @@ def test_stacks_on_demand_while_c_code_holds_the_gil(tmp_path: Path, script: Cal
 
 
 def _stack_by_signal(pid: int, run_dir: RunDir) -> str:
-    number = read_header(run_dir.ring(0))["stack_signal"]
+    number = read_header(run_dir.ring(0)).stack_signal
     path = run_dir.stacks_dir / "rank-00000.fault.txt"
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -256,8 +256,8 @@ def test_a_rank_that_replaces_itself_stays_the_rank(run: Runner) -> None:
         "if 'again' not in sys.argv:\n    os.execv(sys.executable, [sys.executable, 'train.py', 'again'])\n"
         "print(os.getpid())\n"
     )
-    assert seen.ring().header["pid"] == int(seen.outputs[0])
-    assert seen.ring().header["argv"][-1] == "again"
+    assert seen.ring().header.pid == int(seen.outputs[0])
+    assert seen.ring().header.argv[-1] == "again"
 
 
 def test_the_start_costs_little(run: Runner, tmp_path: Path, script: Callable[[str], Path]) -> None:

@@ -70,7 +70,7 @@ def test_a_rank_in_a_collective_answers_and_its_ring_survives_sigkill(
             return any(c.op == "all_reduce" and c.shape == (3, 5) for c in open_spans(seen))
 
         wait_for(is_stuck, "the collective that nobody joins")
-        socket = read_header(run_dir.ring(0))["service"]
+        socket = read_header(run_dir.ring(0)).service
         assert Path(socket).stat().st_mode & 0o077 == 0, "only its owner may ask a rank"
         # The record is written before the call: give the call itself a moment to reach the flight recorder.
         wait_for(lambda: len(_in_flight(socket)) == 1, "the collective in the flight recorder", 20)
@@ -173,7 +173,7 @@ def test_a_lone_script_is_rank_0_of_1_once_it_trains(run: Runner) -> None:
         world=None,
     )
     assert seen.codes == [0], seen.errors
-    assert (seen.ring().header["rank"], seen.ring().header["world_size"]) == (0, 1)
+    assert (seen.ring().header.rank, seen.ring().header.world_size) == (0, 1)
     assert [c.step for c in seen.crumbs(event="point", phase="step")] == [0, 1, 2]
     assert [c.detail for c in seen.crumbs(event="begin", phase="forward")] == ["Linear", "Linear"]
 
@@ -279,5 +279,5 @@ def test_a_helper_with_a_process_group_of_its_own_is_no_rank(
         "rank-00001.ring",
     ]
     for rank in (0, 1):
-        assert seen.ring(rank).header["pid"] == int(seen.outputs[rank])
+        assert seen.ring(rank).header.pid == int(seen.outputs[rank])
         assert [c.op for c in seen.crumbs(rank, event="begin", phase="collective")] == ["all_reduce"] * 2

@@ -129,13 +129,13 @@ def test_every_span_is_closed_and_nothing_of_ours_failed(seen: Outcome) -> None:
         assert seen.ring(rank).open_spans() == []
         assert seen.events("recording_failed", rank) == []
         assert [e["via"] for e in seen.events("exit", rank)] == ["return"]
-        assert seen.ring(rank).header["pid"] == last_json(seen.outputs[rank])["pid"]
+        assert seen.ring(rank).header.pid == last_json(seen.outputs[rank])["pid"]
 
 
 def test_the_header_knows_the_job(seen: Outcome) -> None:
     header = seen.ring(1).header
-    assert (header["rank"], header["world_size"], header["backend"]) == (1, 2, "gloo")
-    assert header["torch"].startswith("2.") and Path(header["service"]).name == "rank-00001.sock"
+    assert (header.rank, header.world_size, header.backend) == (1, 2, "gloo")
+    assert header.torch.startswith("2.") and Path(header.service).name == "rank-00001.sock"
     assert [c.site for c in begins(seen, phase="init", detail="init_process_group")] == [line("INIT")]
     versions = seen.events("versions")[0]
     assert versions["script_sha256"] == seen.events("versions", rank=1)[0]["script_sha256"] is not None
@@ -143,7 +143,7 @@ def test_the_header_knows_the_job(seen: Outcome) -> None:
 
 def test_steps_have_their_phases_in_order(seen: Outcome) -> None:
     assert [c.step for c in seen.crumbs(event="point", phase="step")] == list(range(12))
-    third = [c for c in seen.ring().crumbs if c.step == 2 and c.thread == seen.ring().header["pid"]]
+    third = [c for c in seen.ring().crumbs if c.step == 2 and c.thread == seen.ring().header.pid]
     phases = [c.phase for c in third if c.event != "end" and c.phase != "collective"]
     assert phases == ["data", "forward", "backward", "optimizer", "step"]
     assert [c.detail for c in third if c.phase == "forward" and c.event == "begin"] == ["DistributedDataParallel"]

@@ -22,3 +22,18 @@ def test_locals_that_were_read_are_not_kept() -> None:
     assert "logits" in names
     logits = None
     assert held() is None
+
+
+MIB = 1 << 20
+
+
+def test_objects_are_counted_only_while_memory_grows_mark_after_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count takes a good part of a second, and every script grows once, when it has built its model."""
+    monkeypatch.setattr(memory_growth, "_State", type("State", (memory_growth._State,), {}))
+    for resident in (200, 300, 300, 310, 300, 302, 330, 330):
+        memory_growth.look(resident * MIB)
+        assert memory_growth._State.counted is None, f"counted at {resident} MiB"
+    memory_growth.look(340 * MIB)
+    assert memory_growth._State.counted is None
+    memory_growth.look(350 * MIB)
+    assert memory_growth._State.counted is not None

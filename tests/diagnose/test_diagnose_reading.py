@@ -111,8 +111,8 @@ def test_what_ended_the_first_life_of_a_restarted_rank_is_not_said_of_the_second
     before.close()
     stage.train(3)
     assert stage.findings(after=0.1) == []
-    events = load(stage.run_dir, live=True, now=stage.latest).of(1).events
-    assert [e["event"] for e in events if e["t"] < T0] == ["memory"], "its own, from before its ring was open"
+    events = load(stage.run_dir, live=True, now=stage.latest).of(1).told
+    assert [e.kind for e in events if e.t < T0] == ["memory"], "its own, from before its ring was open"
 
 
 def test_a_restarted_rank_is_alive_again(stage):

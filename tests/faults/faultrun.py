@@ -290,7 +290,7 @@ def _wrong_in(finding: dict[str, Any], fault: Fault, values: dict[str, str]) -> 
     problems += [
         f"fact {key} is {facts.get(key)!r} instead of {value!r}"
         for key, value in fault.facts.items()
-        if facts.get(key) != value
+        if not _holds(facts.get(key), value)
     ]
     words = [_filled(word, values) for word in fault.says]
     if fault.severity and finding.get("severity") != fault.severity:
@@ -309,6 +309,13 @@ def _wrong_in(finding: dict[str, Any], fault: Fault, values: dict[str, str]) -> 
     if missing:
         problems.append(f"does not say {missing}")
     return problems
+
+
+def _holds(found: Any, promised: Any) -> bool:
+    """Whether a fact is the promised one; of an object, the promised keys."""
+    if isinstance(found, dict) and isinstance(promised, dict):
+        return all(_holds(found.get(key), value) for key, value in promised.items())
+    return found == promised
 
 
 def results_in(output: str) -> list[str]:
