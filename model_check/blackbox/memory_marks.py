@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from model_check.blackbox import memory_growth
 from model_check.blackbox.box import BOX
 from model_check.record.cgroups import container_limit
@@ -67,6 +65,8 @@ def shared_out_bytes() -> int | None:
 
 
 def read_host_limits() -> HostLimits:
+    import psutil  # a script's own interpreter may lack it, and every start would pay for it
+
     memory = psutil.virtual_memory()
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return HostLimits(

@@ -6,10 +6,15 @@ A collective of a background thread on the group that training uses would be mat
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from model_check.errors import CheckpointError
+
+T = TypeVar("T")
 
 # A rank whose disk is slow keeps the others waiting, in the background, where nobody minds; a dead one is noticed
 # by its closed connection, not by this.
@@ -46,3 +51,10 @@ class Peers:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
+
+    def decided_by_first(self, decide: Callable[[], T | CheckpointError]) -> T:
+        """What rank 0 decides, for everybody. An error that it returns raises on all: none waits for an answer."""
+        answer = self.from_first(decide() if self.is_first else None)
+        if isinstance(answer, CheckpointError):
+            raise answer
+        return answer

@@ -92,38 +92,32 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._saved: list[Saved] = []
         self._claim: IO[str] | None = None
-        self.lineage, self._owner = self._agree_on_folder(directory, lineage, origin, name)
+        self.lineage, self._owner = peers.decided_by_first(lambda: self._open_folder(directory, lineage, origin, name))
         self._origin = origin.resolve() if origin is not None else None
         # Training continues from an earlier checkpoint, so these were found to be damaged.
         self._damaged = {path for path in layout.committed(self.lineage) if self._is_after_origin(path)}
         self.shared = lineage if lineage is not None and self.lineage != lineage else None
 
-    def _agree_on_folder(
+    def _open_folder(
         self, directory: Path, lineage: Path | None, origin: Path | None, name: str
-    ) -> tuple[Path, str]:
-        answer: tuple[Path, str] | CheckpointError | None = None
-        if self._peers.is_first:
-            try:
-                folder = lineage
-                self._claim = layout.claim(lineage) if lineage is not None else None
-                if folder is None or self._claim is None:
-                    folder = layout.open_lineage(directory, name)
-                    self._claim = layout.claim(folder)
-                    if origin is not None:
-                        layout.remember_origin(folder, origin)
-                layout.remove_leftovers(folder, whose=layout.owner())
-                answer = (folder, layout.owner())
-            except OSError as error:
-                answer = CheckpointError(
-                    f"checkpoints cannot be written to {directory}: {error.strerror}",
-                    remedy="set checkpoint.dir to a folder you may write to",
-                    code="MC608",
-                )
-        answer = self._peers.from_first(answer)
-        if isinstance(answer, CheckpointError):
-            raise answer
-        assert answer is not None, "rank 0 always answers"
-        return answer
+    ) -> tuple[Path, str] | CheckpointError:
+        """The lineage to save into, claimed and tidy, and who claimed it. Rank 0 only."""
+        try:
+            folder = lineage
+            self._claim = layout.claim(lineage) if lineage is not None else None
+            if folder is None or self._claim is None:
+                folder = layout.open_lineage(directory, name)
+                self._claim = layout.claim(folder)
+                if origin is not None:
+                    layout.remember_origin(folder, origin)
+            layout.remove_leftovers(folder, whose=layout.owner())
+            return folder, layout.owner()
+        except OSError as error:
+            return CheckpointError(
+                f"checkpoints cannot be written to {directory}: {error.strerror}",
+                remedy="set checkpoint.dir to a folder you may write to",
+                code="MC608",
+            )
 
     def _is_after_origin(self, path: Path) -> bool:
         origin = self._origin

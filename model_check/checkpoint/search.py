@@ -45,16 +45,13 @@ def newest(
     notes: list[str] = []
     first_misfit: CheckpointError | None = None
     chosen: Checkpoint | None = None
-    answer: CheckpointError | tuple[list[Candidate], Path | None] | None = None
-    if peers.is_first and lineage is not None:
-        answer = _of_one_lineage(lineage)
-    elif peers.is_first:
-        answer = _of_all_lineages(directory, misfit, is_other_data, experiment)
-    answer = peers.from_first(answer)
-    if isinstance(answer, CheckpointError):
-        raise answer
-    assert answer is not None, "rank 0 always answers"
-    candidates, began_from = answer
+
+    def to_try() -> CheckpointError | tuple[list[Candidate], Path | None]:
+        if lineage is not None:
+            return _of_one_lineage(lineage)
+        return _of_all_lineages(directory, misfit, is_other_data, experiment)
+
+    candidates, began_from = peers.decided_by_first(to_try)
     for path, fault in candidates:
         try:
             if fault is not None:

@@ -16,8 +16,8 @@ from model_check.diagnose.branches import only_system_exit
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence, RankEvidence
-from model_check.diagnose.exceptions import classify_exception
-from model_check.diagnose.findings import make_finding, waiting_text
+from model_check.diagnose.exceptions import classify_exception, port_facts
+from model_check.diagnose.findings import lost_peers_text, make_finding, waiting_text
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
 from model_check.diagnose.memory import is_fragmented, memory_account, memory_facts, memory_fixes, memory_values
@@ -77,6 +77,7 @@ class _Crash:
     root: Failure
     ranks: list[int]
     victims: list[int]
+    lost_peers: Mapping[str, str]  # what the victims said
     aftermath: list[str]
 
     @property
@@ -87,6 +88,8 @@ class _Crash:
         self, code: str, title: str, frame: Frame | None, reasons: Sequence[str], facts: dict[str, Any], **more: Any
     ) -> Finding:
         doing = self.rank.innermost
+        if self.lost_peers:
+            facts = {**facts, "lost_peers": self.lost_peers}
         return make_finding(
             code,
             title,
@@ -117,7 +120,8 @@ def crash_findings(evidence: Evidence, tables: Sequence[GroupTable], waits: Mapp
     later = [f.rank.rank for f in causes if f.rank.rank not in like_it]
     waiting = [rank for rank in waits if evidence.of(rank).alive]
     victims = sorted({*bereft, *later, *waiting} - {*like_it})
-    crash = _Crash(evidence, root, sorted(like_it), victims, _aftermath(evidence, victims, waits, later))
+    lost = _lost_peers(evidence, [rank for rank in victims if rank not in later])
+    crash = _Crash(evidence, root, sorted(like_it), victims, lost, _aftermath(evidence, victims, waits, later, lost))
     if root.exception is not None:
         return [_exception_finding(crash, root.exception)]
     end = root.rank.exit
@@ -168,21 +172,34 @@ def _trouble(failure: Failure) -> tuple[object, ...]:
     return ("exit", end.code) if end is not None and end.signal is None else ("killed", failure.rank.rank)
 
 
-def _aftermath(evidence: Evidence, victims: Iterable[int], waits: Mapping[int, Wait], later: list[int]) -> list[str]:
-    lines = []
-    for number in victims:
-        exception = _fatal_exception(evidence.of(number))
-        if exception is not None and number not in later:
-            text = shorten(exception.message.split("\n")[0], 120, placeholder=" …")
-            lines.append(f"observed: rank {number} then lost its peer: {exception.type}: {text}")
-    if later:
-        lines.append(f"observed: {ranks_text(later)} failed later, in another way")
-    # A rank that has raised waits for nothing any more, whatever its last open call was.
-    return [*lines, *waiting_text(waits, [v for v in victims if _fatal_exception(evidence.of(v)) is None])]
+def _lost_peers(evidence: Evidence, victims: Iterable[int]) -> dict[str, str]:
+    """What each of them raised."""
+    raised = {rank: error for rank in victims if (error := _fatal_exception(evidence.of(rank))) is not None}
+    return {
+        str(rank): f"{error.type}: " + shorten(error.message.split("\n")[0], 120, placeholder=" …")
+        for rank, error in raised.items()
+    }
 
 
-def _exception_finding(crash: _Crash, exception: ExceptionEvent, caught: Sequence[str] = ()) -> Finding:
-    """`caught`: what the script did with the exception before it ended."""
+def _aftermath(
+    evidence: Evidence,
+    victims: Iterable[int],
+    waits: Mapping[int, Wait],
+    later: list[int],
+    lost: Mapping[str, str],
+) -> list[str]:
+    return [
+        *lost_peers_text(lost),
+        *([f"observed: {ranks_text(later)} failed later, in another way"] if later else []),
+        # A rank that has raised waits for nothing any more, whatever its last open call was.
+        *waiting_text(waits, [rank for rank in victims if _fatal_exception(evidence.of(rank)) is None]),
+    ]
+
+
+def _exception_finding(
+    crash: _Crash, exception: ExceptionEvent, caught: Sequence[str] = (), left: Mapping[str, Any] | None = None
+) -> Finding:
+    """`caught`, `left`: what the script did with the exception, and how it ended, if it caught the exception first."""
     evidence, rank = crash.evidence, crash.rank
     code, about = classify_exception(exception, evidence, crash.ranks)
     # torch notices the end of a worker in a signal handler, wherever the rank happens to be at that time.
@@ -191,7 +208,7 @@ def _exception_finding(crash: _Crash, exception: ExceptionEvent, caught: Sequenc
     who = ranks_text(crash.ranks)
     extra: list[str] = []
     fix: list[str] = []
-    facts = facts_of(exception)
+    facts = {**(left or {}), **facts_of(exception), **(port_facts(evidence) if code == "MC103" else {})}
     if code in ("MC307", "MC501"):
         account = memory_account(rank, message, on_device=code == "MC501")
         extra = [*memory_facts(account, evidence.plan), *_memory_history(rank)]
@@ -358,12 +375,14 @@ def _exit_code_finding(crash: _Crash) -> Finding:
     last = rank.last_site()
     raising = only_system_exit(last, code) if (guessed or via == "SystemExit") and last is not None else None
     frame = said.user_frame or raising or last
+    facts = {"exit_code": code, "via": "SystemExit" if guessed else via, "message": words}
+    facts = {name: fact for name, fact in facts.items() if fact != ""}
     missed = bool(crash.victims) or _others_go_on(evidence, rank)
     swallowed = last_swallowed(evidence, rank.rank)
     if swallowed is not None and missed and not went_on(rank, swallowed):
         place = f" at {frame.site}" if frame is not None else ""
         left = f"observed: the script caught it and exited with code {code}" + (f" through {via}{place}" if via else "")
-        return _exception_finding(crash, swallowed, [left])
+        return _exception_finding(crash, swallowed, [left], facts)
     if swallowed is not None and missed:
         return swallowed_finding(evidence, rank.rank, swallowed, crash.victims, crash.aftermath)
     who = ranks_text(crash.ranks)
@@ -377,7 +396,7 @@ def _exit_code_finding(crash: _Crash) -> Finding:
         f"{who} exited with code {code}" + (f": {words}" if words else " without an exception"),
         frame,
         reasons,
-        {"exit_code": code, **({"via": via} if via else {}), **({"message": words} if words else {})},
+        facts,
         certainty="proven" if missed else "observed",
         # All ranks that end with a code of their own choice, and nobody waiting, is a decision of the script.
         severity="error" if missed else "warning",

@@ -138,7 +138,7 @@ def find_all(evidence: Evidence, matcher: Matcher, rules: _Rules) -> list[Findin
     elif crashes and (ended := stopped_by_it(evidence, numerics, crashes[0])) is not None:
         numerics, crashes = ended, []
     certain = [f for f in mismatches if f.certainty != "suspected"]
-    if certain and crashes and _explains(evidence, certain[0], crashes[0]):
+    if certain and crashes and _explains(certain[0], crashes[0]):
         crashes = []
     # A suspicion that the ranks drifted apart stands alone, or is the reason for what happened next.
     stopped = crashes or any(f.severity == "error" for f in numerics)
@@ -160,7 +160,7 @@ def find_all(evidence: Evidence, matcher: Matcher, rules: _Rules) -> list[Findin
     return sorted(found, key=lambda f: (_SEVERITY[f.severity], f.code == "MC101", _CERTAINTY[f.certainty]))
 
 
-def _explains(evidence: Evidence, mismatch: Finding, crash: Finding) -> bool:
+def _explains(mismatch: Finding, crash: Finding) -> bool:
     """The failing ranks failed in, or after, the mismatched call."""
     if crash.code in ("MC303", "MC304", "MC305"):
         return False

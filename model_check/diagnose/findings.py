@@ -70,6 +70,10 @@ def for_its_reader(finding: Finding, *, ours: bool) -> Finding:
     return replace(finding, fix=[*(line for line in finding.fix if line not in entry.fix), *entry.ours])
 
 
+def lost_peers_text(lost: Mapping[str, str]) -> list[str]:
+    return [f"observed: rank {rank} then lost its peer: {said}" for rank, said in lost.items()]
+
+
 def ended_by_text(finding: Finding) -> list[str]:
     """How the script ended because of what the finding says; empty where it did not."""
     end = finding.facts.get("ended_by")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from model_check.diagnose.collectives import ranks_text
-from model_check.diagnose.findings import ended_by_text
+from model_check.diagnose.findings import ended_by_text, lost_peers_text
 from model_check.diagnose.numerics import NONFINITE
 from model_check.diagnose.source import lines_around
 from model_check.record import Finding, Verdict
@@ -49,7 +49,8 @@ def _head(finding: Finding, color: bool) -> str:
 
 def _as_above(finding: Finding, color: bool) -> str:
     bar = _paint("=", _BLUE, color)
-    since = [f"  {bar} {printable(said)}" for said in ended_by_text(finding)]
+    lost = finding.facts.get("ended_by", {}).get("lost_peers", {})
+    since = [f"  {bar} {printable(said)}" for said in (*ended_by_text(finding), *lost_peers_text(lost))]
     return "\n".join([f"{_head(finding, color)} (as above)", *since])
 
 

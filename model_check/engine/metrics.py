@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,17 +21,24 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Scalars in the run directory, written by a thread of torch's own writer."""
+    """Scalars in the run directory, through tensorboard's own writer (no TensorFlow, a thread of its own)."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
-                self._writer.add_scalar(f"train/{name}", value, record["step"])
+        values = [
+            self._summary.Value(tag=f"train/{name}", simple_value=value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+        ]
+        event = self._event(wall_time=time.time(), step=record["step"], summary=self._summary(value=values))
+        self._writer.add_event(event)
 
     def close(self) -> None:
         self._writer.close()
@@ -63,14 +71,11 @@ class MetricsWriter:
     """
 
     def __init__(
-        self,
-        path: Path,
-        sinks: Mapping[str, Callable[[], Sink]] | None = None,
-        on_failure: Callable[[str, Exception], None] = lambda name, error: None,
+        self, path: Path, sinks: Mapping[str, Callable[[], Sink]], on_failure: Callable[[str, Exception], None]
     ) -> None:
         self._on_failure = on_failure
         self._sinks: dict[str, Sink] = {}
-        for name, open_sink in {path.name: lambda: JsonlWriter(path), **(sinks or {})}.items():
+        for name, open_sink in {path.name: lambda: JsonlWriter(path), **sinks}.items():
             try:
                 self._sinks[name] = open_sink()
             except OSError as error:

@@ -19,7 +19,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from model_check.launch.console import Console
 from model_check.launch.group import RankGroup
@@ -99,7 +98,7 @@ class RankAgent(SimpleElasticAgent):
         if self._stop.number is not None:
             self._end_on_request(ranks)
         if any(exit.failed for exit in ranks.exits):
-            return self._end_on_failure(ranks, worker_group)
+            return self._end_on_failure(ranks)
         if not ranks.running:
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks.pids))
         order = self._hooks.on_poll(self._view(ranks)) if self._hooks.on_poll is not None else None
@@ -137,7 +136,7 @@ class RankAgent(SimpleElasticAgent):
         self._console.say(f"{name} again: the ranks are ended now, saved or not")
         return True
 
-    def _end_on_failure(self, ranks: RankGroup, worker_group: WorkerGroup) -> RunResult:
+    def _end_on_failure(self, ranks: RankGroup) -> RunResult:
         deadline = time.monotonic() + _CULPRIT_PATIENCE_S
         while ranks.running and all(f.victim for f in self._failed(ranks)) and time.monotonic() < deadline:
             ranks.wait(deadline - time.monotonic())
@@ -145,14 +144,7 @@ class RankAgent(SimpleElasticAgent):
         failure = first_failure(self._failed(ranks))
         assert failure is not None, f"no failed rank among {ranks.exits}"
         self.outcome = Outcome(exits=ranks.exits, failure=failure)
-        local_rank = next(w.local_rank for w in worker_group.workers if w.global_rank == failure.exit.rank)
-        blamed = ProcessFailure(
-            local_rank=local_rank,
-            pid=failure.exit.pid,
-            exitcode=failure.exit.code if failure.exit.code is not None else -(failure.exit.signal or 0),
-            error_file=str(self._logs.error_file(failure.exit.rank, ranks.attempt)),
-        )
-        return RunResult(WorkerState.FAILED, failures={failure.exit.rank: blamed})
+        return RunResult(WorkerState.FAILED)  # whom to blame is in our own outcome
 
     def _end_after_failure(self, ranks: RankGroup) -> None:
         ranks.end(

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from model_check.launch.log_lines import LineTail, Tracebacks, clean, fitted, labelled
 from model_check.record.metrics import StepMetrics
@@ -45,14 +45,6 @@ class _NotShown(Exception):
         super().__init__(why.strerror or str(why))
         # A stream may have an error of its own for what the system said.
         self.reader_left = isinstance(why.__cause__ or why, BrokenPipeError)
-
-
-class _Screen(Protocol):
-    def line(self, text: str) -> None: ...
-
-    def progress(self, step: StepMetrics, eta_s: float | None) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _Pipe:
@@ -124,7 +116,7 @@ class Console:
     def __init__(self, metrics: Path, options: ConsoleOptions) -> None:
         stream = self._stream = options.stream or sys.stdout
         live = stream.isatty() if options.live is None else options.live
-        self._screen: _Screen = _Terminal(stream, options.max_steps) if live else _Pipe(stream)
+        self._screen: _Terminal | _Pipe = _Terminal(stream, options.max_steps) if live else _Pipe(stream)
         self._log_copies = options.log_copies
         self._tails: tuple[tuple[str, Path, LineTail], ...] = ()
         self._tracebacks = Tracebacks()

@@ -78,21 +78,8 @@ class _Work:
         return HALF_PRESCALE if self.dtype == torch.float16 else 1.0
 
 
-class _FusedLinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, work: _Work) -> Tensor:
-        for_hidden, for_weight, *_ = ctx.needs_input_grad
-        # The Triton kernel divides on its way; float16 would then lose what the prescale saves, so it divides later.
-        early = work.use_triton and work.prescale == 1.0
-        scale = 1.0 / divisor if early else torch.full_like(divisor, work.prescale)
-        with torch.autocast(hidden.device.type, enabled=False):
-            loss_sum, *ctx.gradients = _run_chunks(
-                hidden, weight, targets, work, scale, for_hidden=for_hidden, for_weight=for_weight
-            )
-        ctx.save_for_backward(torch.ones_like(divisor) if early else divisor * work.prescale)
-        ctx.use_triton = work.use_triton
-        ctx.dtypes = (hidden.dtype, weight.dtype)
-        return loss_sum / divisor
+class FinishedGradients(torch.autograd.Function):
+    """A loss whose forward pass leaves finished gradients behind; the backward pass scales them, in place, once."""
 
     @staticmethod
     @once_differentiable
@@ -109,6 +96,23 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         )
         ctx.gradients = None
         return (*scaled, None, None, None)
+
+
+class _FusedLinearCrossEntropy(FinishedGradients):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, work: _Work) -> Tensor:
+        for_hidden, for_weight, *_ = ctx.needs_input_grad
+        # The Triton kernel divides on its way; float16 would then lose what the prescale saves, so it divides later.
+        early = work.use_triton and work.prescale == 1.0
+        scale = 1.0 / divisor if early else torch.full_like(divisor, work.prescale)
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss_sum, *ctx.gradients = _run_chunks(
+                hidden, weight, targets, work, scale, for_hidden=for_hidden, for_weight=for_weight
+            )
+        ctx.save_for_backward(torch.ones_like(divisor) if early else divisor * work.prescale)
+        ctx.use_triton = work.use_triton
+        ctx.dtypes = (hidden.dtype, weight.dtype)
+        return loss_sum / divisor
 
 
 def _scaled(gradient: Tensor, scale: Tensor, use_triton: bool) -> Tensor:

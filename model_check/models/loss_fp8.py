@@ -20,17 +20,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from model_check.models.loss import (
     IGNORED,
+    FinishedGradients,
     check_targets,
     compute_dtype,
     count_targets,
     fused_linear_cross_entropy,
     rows_per_chunk,
 )
-from model_check.models.loss_triton import cross_entropy_in_place, scale_in_place
+from model_check.models.loss_triton import cross_entropy_in_place
 
 MULTIPLE = 16
 """Every dimension of an fp8 product must be a multiple of this."""
@@ -62,9 +62,7 @@ def fp8_linear_cross_entropy(
         return _loss_sum(hidden, weight, targets, chunk) / divisor
 
 
-class _Fp8LinearCrossEntropy(torch.autograd.Function):
-    """The forward pass leaves finished gradients behind; the backward pass only scales them."""
-
+class _Fp8LinearCrossEntropy(FinishedGradients):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, divisor: Tensor, chunk: int) -> Tensor:
         labels = targets.reshape(-1)
@@ -85,19 +83,9 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
         grad_weight = _product(transposed, gradient_scale, x_transposed, x_scale, fast=False)
         ctx.gradients = (grad_rows.view(hidden.shape), grad_weight)
         ctx.dtypes = (hidden.dtype, weight.dtype)
+        ctx.use_triton = True
+        ctx.save_for_backward(torch.ones_like(divisor))  # the gradients are divided already
         return losses.sum() / divisor
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("the fp8 loss was asked for its gradients twice; it scales them in place, once")
-        scaled = []
-        for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True):
-            scale_in_place(gradient, grad_output.float().reshape(1))
-            scaled.append(gradient.to(dtype))
-        ctx.gradients = None
-        return (*scaled, None, None, None)
 
 
 def _loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:

@@ -20,18 +20,18 @@ class StepMetrics:
 
     step: int = 0  # from 0
     loss: float = math.nan  # mean over all ranks
-    lr: float = math.nan
+    lr: float = math.nan  # learning rate
     grad_norm: float = math.nan  # before clipping
     tokens_per_s: float = 0.0  # of all ranks together
     mfu: float | None = None  # fraction of the chips' peak; None: the peak is not known
-    step_s: float = 0.0
-    data_wait_s: float = 0.0
+    step_s: float = 0.0  # seconds that it took
+    data_wait_s: float = 0.0  # seconds of it without data
     memory_gib: float = 0.0  # of this rank's device, at its peak
     tokens: int = 0  # of all steps so far
     skipped: bool = False  # the step changed no weight
     val_loss: float | None = None  # after a step that evaluated
-    # Training waited this long for a checkpoint: the host after the step that saved; the device in the step after it.
-    save_pause_s: float | None = None
+    # The host waits after the step that saved, the device in the step after it.
+    save_pause_s: float | None = None  # seconds that training waited for a checkpoint
 
     def record(self) -> dict[str, Any]:
         """The line of the file: without `val_loss` and `save_pause_s` where there are none."""

@@ -53,7 +53,7 @@ _QUOTED = re.compile(
     rf"([\"'](?:{_SECRET_WORD}|token|secret)[\"']\s*:\s*)([\"'])(?:(?!\2)[^\\\n]|\\.)+\2", re.IGNORECASE
 )
 # As YAML prints it. Only a long value with a digit counts: prose has colons too.
-_IN_YAML = re.compile(rf"\b({_SECRET_WORD}:[ \t]+)(?=[a-z%+/=.~_-]*\d)[\w%+/=.~-]{{16,}}", re.IGNORECASE)
+_IN_YAML = re.compile(rf"\b((?:{_SECRET_WORD}):[ \t]+)(?=[a-z%+/=.~_-]*\d)[\w%+/=.~-]{{16,}}", re.IGNORECASE)
 _SIGNATURE = r"(?<![^\W_])sig(?:nature)?"
 _SIGNED = re.compile(rf"({_SIGNATURE}=)(?![\w.]*[(\[])[\w%+/=.~-]{{16,}}", re.IGNORECASE)
 # In a header, a dictionary or a list of pairs. Only a value with a digit counts: others may be names of functions.

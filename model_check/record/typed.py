@@ -13,7 +13,9 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-NOT_STORED = {"stored": False}  # the metadata of a field that no file holds
+# Metadata of fields:
+NOT_STORED = {"stored": False}  # no file holds it
+NULL_TOO = {"null": True}  # written without a value too: its readers expect the key
 _LARGEST = 1 << 64  # of a number; what is larger was not written by us
 
 
@@ -27,7 +29,7 @@ def to_json(record: Any) -> dict[str, Any]:
     for field in fields(record):
         value = getattr(record, field.name)
         stored = field.metadata.get("stored", True)
-        if stored and (value is not None or field.default is not None):
+        if stored and (value is not None or field.default is not None or "null" in field.metadata):
             shown[field.name] = _plain(value)
     return shown
 

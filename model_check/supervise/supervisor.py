@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from model_check.record import Finding, RunDir, Verdict
 from model_check.record.events.crashes import Exit, UncaughtException
 from model_check.record.events.process import Stalled, StallWithdrawn, Stopped, StopReason
 from model_check.record.journal import Journal
+from model_check.record.process_sample import RankSample
 from model_check.record.rank_exits import EXIT_CODE_OF_A_HANG, RankExit
 from model_check.record.ring import read_header
 from model_check.record.stalls import STALL_FLOOR_S, stall_after_s
@@ -45,6 +46,7 @@ _LOOK_AGAIN_S = 3.0  # until the next burst at a live rank; later bursts come af
 _LOOK_AGAIN_SHARE = 0.1
 _LONGEST_BLINDNESS_S = 8.0
 _CLOSE_LOOKS_S = (0.1, 0.4, 0.8, 1.2)
+_TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 _LAST_WORDS = frozenset({UncaughtException.kind, Exit.kind})
 _SAMPLE_CLOSELY_S = 120.0
 _SAMPLE_HOURLY_S = 3600.0
@@ -56,8 +58,9 @@ class Limits:
 
     `io_kill_after_s`: the same for a rank in uninterruptible I/O (state D), where a slow filesystem may hold it for a
     long time; 0: never.
-    `own_exit_s` is what a failing rank gets to leave by itself, `own_launcher_s` what a launcher that the job brought
-    along gets to end the others.
+    `own_exit_s` is what a failing rank gets to leave by itself, and `own_work_s` what it gets while it or a child is at
+    work, such as a tracker that uploads its last lines. `own_launcher_s` is what a launcher that the job brought along
+    gets to end the others.
     """
 
     stall_floor_s: float = STALL_FLOOR_S
@@ -70,6 +73,7 @@ class Limits:
     examine_cost_share: float = 0.006  # of a core, while all is well
     say_every_s: float = 30.0
     own_exit_s: float = 1.5
+    own_work_s: float = 10.0
     own_launcher_s: float = 0.0
     kill_after_s: float = 300.0
     io_kill_after_s: float = 0.0
@@ -112,6 +116,7 @@ class Supervisor:
         self._turned_at = math.inf
         self._in_io_since: float | None = None
         self._proven_at: float | None = None
+        self._last_active: set[int] = set()  # ranks at work in the newest sample
         self._close_looks: list[float] = []
         self._detection_times = DetectionTimes()
         self._ended = False
@@ -412,7 +417,7 @@ class Supervisor:
     def _sample_pause(self, now: float) -> float:
         """Every second at the start and while something is wrong; a healthy day must not fill the disk."""
         age = now - min(rank.started_at for rank in self._ranks.values())
-        if self._stall is not None or age < _SAMPLE_CLOSELY_S:
+        if self._stall is not None or self._proven_at is not None or age < _SAMPLE_CLOSELY_S:
             return self._limits.sample_every_s
         return self._limits.sample_every_s * (5 if age < _SAMPLE_HOURLY_S else 30)
 
@@ -420,18 +425,25 @@ class Supervisor:
         self._sampled_at = now
         samples = self._gather.sample(self._pids())
         active = {rank for rank, seen in samples.items() if self._ranks[rank].was_active(seen)}
-        if self._stall is None:
+        if self._stall is None and self._proven_at is None:
             return
         # On a machine with too much to do a rank that wants to compute gets hardly any time; it is not idle.
         states = {
             rank: processes.thread_states([seen.pid, *(child.pid for child in seen.children)])
             for rank, seen in samples.items()
         }
-        active |= {rank for rank, seen in states.items() if "R" in seen}
+        self._last_active = active = active | {rank for rank, seen in states.items() if "R" in seen}
+        if self._stall is None:
+            return
         in_io = any("D" in seen for seen in states.values())
         self._in_io_since = (self._in_io_since or now) if in_io else None
-        if in_io or not self._is_idle_hang(active):
+        if in_io or self._is_at_a_prompt(samples) or not self._is_idle_hang(active):
             self._life_at = now
+
+    def _is_at_a_prompt(self, samples: Mapping[int, RankSample]) -> bool:
+        """A rank waits for input from a terminal: a person who debugs may think for as long as they like."""
+        asking = {activity.rank for activity in self._activities() if activity.phase == "input"}
+        return any(rank in asking and seen.fd0.startswith(_TERMINALS) for rank, seen in samples.items())
 
     def _is_idle_hang(self, active: set[int]) -> bool:
         """Ranks wait, and whoever they wait for does nothing: a rank that computes or moves bytes is slow, not hung."""
@@ -532,8 +544,9 @@ class Supervisor:
         if self._proven_at is None:
             self._proven_at = now
         if finding.code[:3] in _CRASHES:
-            leaving = any(rank in self._pids() for rank in finding.ranks)
-            patience = max(self._limits.own_launcher_s, self._limits.own_exit_s if leaving else 0.0)
+            leaving = self._pids().keys() & set(finding.ranks)
+            exit_s = self._limits.own_work_s if leaving & self._last_active else self._limits.own_exit_s
+            patience = max(self._limits.own_launcher_s, exit_s if leaving else 0.0)
             if now - self._proven_at < patience:
                 return None
         why = f"{finding.code}: {finding.title}"

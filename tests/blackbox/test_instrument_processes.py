@@ -142,8 +142,8 @@ def test_a_script_that_starts_its_own_ranks(tmp_path: Path, script: Callable[[st
     assert parent.returncode == 0, parent.stderr
     assert parent.stdout == "parent saw rank 1\n"
     headers = [read_header(run_dir.ring(rank)) for rank in (0, 1)]
-    assert [(h["rank"], h["world_size"]) for h in headers] == [(0, 2), (1, 2)]
-    assert headers[0]["pid"] != headers[1]["pid"]
+    assert [(h.rank, h.world_size) for h in headers] == [(0, 2), (1, 2)]
+    assert headers[0].pid != headers[1].pid
     events = [_events(run_dir, rank) for rank in (0, 1)]
     (failure,) = [e for e in events[1] if e["event"] == "exception"]
     assert (failure["type"], failure["user_frame"]["line"]) == ("KeyError", 14)
@@ -265,7 +265,10 @@ dist.destroy_process_group()
     ("size", "when"),
     [
         (1, "after"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "before"), (3, "before"), (4, "after"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "before"), (2, "before"), (3, "before"), (4, "after"))
+        ),
     ],
 )
 def test_a_helper_with_a_process_group_of_its_own_is_no_rank(

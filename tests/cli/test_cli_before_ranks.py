@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model_check.cli.fitting import check_host_memory
+from model_check.cli.train import _verdict_before_the_ranks
 from model_check.config import load_config
 from model_check.config.shapes import ModelShape
 from model_check.errors import UsageError
 from model_check.models import build_model
+from model_check.record import RunDir, Verdict
 from tests.conftest import BIN, ROOT, TINY, Shell
 from tests.models.exported import export
 
@@ -29,6 +33,18 @@ def test_a_data_fault_is_in_the_verdict(shell: Shell) -> None:
     verdict = done.verdict()
     assert (verdict["outcome"], verdict["exit_code"]) == ("failed", 1)
     assert verdict["findings"][0]["code"] == "MC904"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_data_is_prepared_is_in_the_verdict(tmp_path: Path, number: signal.Signals) -> None:
+    directory = RunDir.create(tmp_path / "run")
+    with pytest.raises(SystemExit) as ended, _verdict_before_the_ranks(directory, 2):
+        os.kill(os.getpid(), number)
+        signal.pause()
+    assert ended.value.code == 128 + number
+    verdict = Verdict.read(directory.verdict)
+    assert verdict is not None
+    assert (verdict.outcome, verdict.exit_code, verdict.world_size) == ("interrupted", 128 + number, 2)
 
 
 def test_a_password_in_a_url_stays_out_of_the_run_directory(shell: Shell) -> None:

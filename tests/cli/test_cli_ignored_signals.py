@@ -8,13 +8,13 @@ import sys
 import pytest
 
 FORMS = {
-    "checkpoint": "from model_check.cli.checkpoint import _ending_in_order as installed",
+    "verb": "from model_check.cli.unwinding import signals_unwind_us as installed",
     "rank": "from model_check.engine.rank import _StopFlag\n"
     "from contextlib import nullcontext as keep\ndef installed(): return keep(_StopFlag())",
 }
 
 
-@pytest.mark.parametrize(("form", "number"), [("checkpoint", "SIGTERM"), ("rank", "SIGUSR1")])
+@pytest.mark.parametrize(("form", "number"), [("verb", "SIGTERM"), ("verb", "SIGHUP"), ("rank", "SIGUSR1")])
 def test_an_ignored_signal_stays_ignored(form: str, number: str) -> None:
     code = (
         f"import signal\nsignal.signal(signal.{number}, signal.SIG_IGN)\n{FORMS[form]}\n"

@@ -31,9 +31,7 @@ def test_a_raised_system_exit_looks_like_a_return_until_the_process_has_ended(st
     verdict = stage.verdict(after=0.1)
     finding = verdict.findings[0]
     assert (finding.code, finding.ranks, finding.victims) == ("MC313", [1], [0]) and stage.line(finding) == 12
-    assert finding.title == "rank 1 exited with code 3 without an exception"
-    assert finding.evidence[0] == "observed: rank 1 exited with code 3"
-    assert finding.evidence[1].startswith("inferred: it raised SystemExit")
+    assert finding.facts == {"exit_code": 3, "via": "SystemExit"}
     assert "12 is the only `raise SystemExit` of that file" in finding.evidence[2]
 
 
@@ -75,7 +73,7 @@ def test_a_keyboard_interrupt_is_named_at_its_own_line(stage):
     verdict = stage.verdict(after=0.1)
     finding = verdict.findings[0]
     assert (finding.code, finding.ranks, finding.victims) == ("MC303", [1], [0]) and stage.line(finding) == 17
-    assert finding.title == "rank 1 was ended by KeyboardInterrupt (SIGINT)"
+    assert (finding.cause, finding.facts) == ("interrupt", {"signal": "SIGINT"})
     assert "last recorded line" not in render(verdict)
 
 
@@ -89,7 +87,8 @@ def test_an_exception_that_is_caught_only_to_exit_is_what_the_rank_failed_of(sta
     verdict = stage.verdict(after=0.1)
     finding = verdict.findings[0]
     assert (finding.code, finding.ranks, finding.victims) == ("MC301", [1], [0]) and stage.line(finding) == 33
-    assert finding.title == "rank 1 raised ValueError: label 17"
+    left = {"exit_code": 4, "via": "sys.exit"}
+    assert finding.facts == {"exception": "ValueError", "message": "label 17", **left}
     assert f"the script caught it and exited with code 4 through sys.exit at {stage.script}:60" in finding.evidence[1]
 
 
@@ -101,7 +100,7 @@ def test_an_exception_that_was_followed_by_more_training_was_swallowed_whatever_
     a.t = b.t + 0.01
     a.step()
     a.collective("all_reduce", 40, open=True)
-    assert stage.first(after=0.1).code == "MC302"
+    assert (stage.first(after=0.1).code, stage.first(after=0.1).cause) == ("MC302", "swallowed")
 
 
 def test_a_block_that_still_handles_the_exception_is_not_said_to_have_swallowed_it(stage):
@@ -112,8 +111,7 @@ def test_a_block_that_still_handles_the_exception_is_not_said_to_have_swallowed_
     stage.stall()
     finding = stage.first()
     assert (finding.code, finding.ranks) == ("MC302", [1]) and stage.line(finding) == 33
-    assert finding.title == "rank 1 handled ValueError and so drifted away from its peers"
-    assert not any("went on" in e for e in finding.evidence)
+    assert (finding.cause, finding.facts) == ("in_handler", {"exception": "ValueError", "message": "bad"})
 
 
 def test_what_an_exception_followed_from_and_what_a_group_holds_are_evidence(stage):

@@ -259,9 +259,9 @@ def test_a_script_that_stops_in_the_bad_step_has_seen_the_number(stage: Stage, l
     (found,) = stopped(stage, at=7, record=STOPPED).findings(live=live)
     assert (found.code, found.ranks, found.victims, found.step) == ("MC402", [1], [0], 7)
     assert (found.severity, found.certainty, found.location) == ("error", "proven", "train.py:12")
-    ended = found.facts["ended_by"]
-    assert (ended["ranks"], ended["exception"], ended["message"]) == ([1], "StopTraining", "7")
-    assert ended["location"].endswith("train.py:4") and ended["function"] == "train"
+    where = {"location": f"{stage.script}:4", "function": "train"}
+    lost = {"lost_peers": {"0": "RuntimeError: Connection closed by peer [127.0.0.1]:9105"}}
+    assert found.facts["ended_by"] == {"ranks": [1], "exception": "StopTraining", "message": "7", **where, **lost}
     assert found.evidence[-1].startswith("observed: rank 0 then lost its peer: RuntimeError: Connection closed")
     text = render(stage.verdict(live=False), color=False)
     assert "= victims: rank 0 waits or failed because of it" in text
@@ -298,9 +298,8 @@ def test_an_exit_of_all_ranks_follows_from_the_number_of_one(stage: Stage) -> No
         rank.exits(3, via="sys.exit", line=6)
     (found,) = stage.findings(live=False)
     assert (found.code, found.ranks, found.victims, found.severity) == ("MC402", [1], [0], "error")
-    ended = found.facts["ended_by"]
-    assert (ended["ranks"], ended["exit_code"], ended["via"]) == ([0, 1], 3, "sys.exit")
-    assert ended["location"].endswith("train.py:6")
+    where = {"location": f"{stage.script}:6", "function": "train"}
+    assert found.facts["ended_by"] == {"ranks": [0, 1], "exit_code": 3, "via": "sys.exit", **where}
     assert stage.verdict(live=False).exit_code == 3
 
 
@@ -335,6 +334,7 @@ def test_what_came_of_a_warning_is_added_to_it(stage: Stage) -> None:
     head, *since = first.split("\n")
     assert head.endswith("on rank 1 (as above)")
     assert since[0].startswith("  = observed: rank 1 then raised StopTraining: 7")
+    assert since[1].startswith("  = observed: rank 0 then lost its peer: RuntimeError: Connection closed")
 
 
 def test_the_dump_is_never_opened(tmp_path: Path) -> None:

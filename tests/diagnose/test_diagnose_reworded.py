@@ -88,12 +88,12 @@ def reworded(entry: Entry) -> Entry:
 
 
 def without_sentences(verdict: Verdict) -> str:
-    """As JSON: a number that is not finite equals itself there."""
+    """As JSON: a fact may be NaN, which no number equals."""
     body = asdict(verdict)
     for finding in body["findings"]:
         for sentences in ("title", "evidence", "fix"):
             del finding[sentences]
-    return json.dumps(body)
+    return json.dumps(body, indent=1)
 
 
 @pytest.mark.parametrize(("family", "play"), EVERY_PLAY, ids=lambda what: getattr(what, "__name__", what))

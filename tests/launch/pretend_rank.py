@@ -1,7 +1,7 @@
 """A process that pretends to be a rank: it writes a black box and does what it is told on standard input.
 
-One command per line, one `ok` per command: `step`, `begin PHASE`, `end`, `spin`, `write BYTES`, `block`, `exit CODE`.
-No torch.
+One command per line, one `ok` per command: `step`, `begin PHASE`, `end`, `spin`, `write BYTES`, `block`,
+`prompt TERMINAL`, `exit CODE`. No torch.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def main(run_dir: str, rank: int) -> None:
         elif command == "write":
             with open(os.devnull, "wb", buffering=0) as nowhere:
                 nowhere.write(bytes(int(argument)))
+        elif command == "prompt":
+            print("ok", flush=True)
+            os.dup2(os.open(argument, os.O_RDWR | os.O_NOCTTY), 0)
+            os.read(0, 1)
+            continue
         elif command == "block":
             print("ok", flush=True)
             block()

@@ -302,6 +302,21 @@ def test_a_save_that_moves_little_at_a_time_is_alive(make_job: Any) -> None:
     assert job.supervisor.stalled
 
 
+def test_a_person_at_a_prompt_may_take_their_time(make_job: Any) -> None:
+    keyboard, terminal = os.openpty()
+    try:
+        job = make_job(WARNING, limits=replace(_QUICK, kill_after_s=0.5))
+        for rank in job.ranks:
+            rank.tell("step", "step")
+        job.ranks[0].tell("begin collective")
+        job.ranks[1].tell("begin input", f"prompt {os.ttyname(terminal)}")
+        assert job.poll_for(2.5) == []
+        assert job.shown, "the warning is shown"
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+
+
 def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(make_job: Any) -> None:
     job = make_job()
     job.ranks[1].tell("exit 3")
@@ -315,7 +330,9 @@ def test_a_crash_leaves_the_stacks_of_the_survivors_before_anybody_ends_them(mak
 
 
 def test_after_bad_news_of_a_rank_its_peers_are_looked_at_more_often(make_job: Any) -> None:
-    job = make_job(limits=replace(_QUICK, examine_every_s=60.0))
+    # No stall in between, which would be examined too.
+    limits = replace(_QUICK, examine_every_s=60.0, stall_before_first_step_s=60.0, stall_while_peers_wait_s=60.0)
+    job = make_job(limits=limits)
     job.supervisor.poll()
     assert job.examinations == 1
     events = JsonlWriter(job.run_dir.events(1))
@@ -365,6 +382,17 @@ def test_a_crashed_job_is_left_to_its_own_launcher_first(
     job.supervisor.journal.write(Stalled())
     endings = job.poll_for(1.0)
     assert bool(endings) is ends_at_once
+
+
+def test_a_failing_rank_that_is_still_at_work_is_not_cut_short(make_job: Any) -> None:
+    """A tracker uploads its last lines after the exception, for example."""
+    crash = Finding("MC301", "rank 1 raised ValueError", certainty="proven", ranks=[1], victims=[0])
+    job = make_job(crash, limits=replace(_QUICK, own_work_s=2.0))
+    job.ranks[1].tell("spin")
+    job.supervisor.journal.write("stall")
+    assert job.poll_for(1.2) == []
+    ending = job.poll_until(lambda: False)
+    assert ending is not None and ending.reason.startswith("MC301")
 
 
 def test_an_interrupted_stall_keeps_its_finding(make_job: Any) -> None:

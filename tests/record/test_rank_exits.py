@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model_check.record import RunDir
+from model_check.record import RunDir, read_jsonl
 from model_check.record.events import read_events
 from model_check.record.events.job import RankExit
 from model_check.record.events.process import Stopped
@@ -21,6 +21,8 @@ def test_an_exit_is_read_as_it_was_written(tmp_path: Path, code: int | None, sig
     journal = Journal(run_dir)
     journal.write(exit)
     journal.close()
+    (record,) = read_jsonl(run_dir.supervisor_events).records
+    assert (record["event"], record["code"], record["signal"]) == ("rank_exited", code, signal), "null where unknown"
     (read,) = read_events(run_dir.supervisor_events)
     assert read.time is not None and replace(read, time=None) == exit
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal as signals
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from model_check.record.events.base import Event
+from model_check.record.typed import NULL_TOO
 
 EXIT_STOPPED_AND_SAVED = 75
 CLEAN_CODES = (0, EXIT_STOPPED_AND_SAVED)
@@ -26,13 +26,9 @@ class RankExit(Event, kind="rank_exited"):
 
     rank: int = -1
     attempt: int = 0
-    code: int | None = None
-    signal: int | None = None
+    code: int | None = field(default=None, metadata=NULL_TOO)
+    signal: int | None = field(default=None, metadata=NULL_TOO)
     signalled_at: float | None = None  # when we told it to end, if we did; CLOCK_MONOTONIC seconds
-
-    def body(self) -> dict[str, Any]:
-        """Always with both `code` and `signal`: programs read them, and one of them is null."""
-        return {**super().body(), "code": self.code, "signal": self.signal}
 
     @property
     def ok(self) -> bool:

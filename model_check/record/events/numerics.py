@@ -127,20 +127,21 @@ class GradientsDiffer(Event, kind="gradients_differ"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sums(Event):
+class ParameterSums(Event, kind="param_hash"):
+    """Sums over the bits of some parameters that are equal on all ranks of a group."""
+
     step: int = 0
-    group: tuple[int, ...] = ()  # the ranks that hold the same
-    hashes: Mapping[str, int] = field(default_factory=dict)  # sums over the bits, 64 wide with a sign
+    group: tuple[int, ...] = ()  # ranks
+    hashes: Mapping[str, int] = field(default_factory=dict)  # by parameter; 64 bits with a sign
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterSums(_Sums, kind="param_hash"):
-    """Sums over the bits of some parameters, by name."""
+class BatchSums(Event, kind="batch_hash"):
+    """Sums over the bits of the model's inputs, on a rank whose model is a replica of its peers'."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSums(_Sums, kind="batch_hash"):
-    """Sums over the bits of the model's inputs, by their number."""
+    step: int = 0
+    group: tuple[int, ...] = ()  # ranks
+    hashes: Mapping[str, int] = field(default_factory=dict)  # by the number of the input; 64 bits with a sign
 
 
 @dataclass(frozen=True, kw_only=True)
