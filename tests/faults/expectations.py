@@ -223,7 +223,7 @@ MISMATCHES = (
         "MC218",
         (1,),
         nproc=3,
-        cause="left_its_order",
+        cause="apart",
         facts={"waits_in": {"0": "all_reduce", "1": "recv from rank 2", "2": "all_reduce"}},
     ),
     # A DDP wait inside backward has no record of its own, so the circle is observed, not proven.
