@@ -26,7 +26,7 @@ if [ $# -gt 0 ]; then
   exit "$status"
 fi
 # Tests that promise seconds run one after the other: a neighbour on the same cores would stretch what they measure.
-alone=(tests/faults tests/launch tests/blackbox/test_comms.py)
+alone=(tests/faults tests/launch tests/blackbox/test_comms.py tests/blackbox/test_injection.py tests/cli/test_cli_run_end.py)
 status=0
 $bin/python -m pytest -m "$select" -n 2 --dist loadfile "${alone[@]/#/--ignore=}" || status=$?
 $bin/python -m pytest -m "$select" "${alone[@]}" || status=$?

@@ -21,6 +21,8 @@ settings.load_profile("no deadline")
 
 # A shell that starts the tests in the background makes them, and so every process of a test, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# It hides every fault of a standard output that is buffered, as it is for users.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent

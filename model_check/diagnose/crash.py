@@ -16,7 +16,7 @@ from model_check.diagnose.branches import only_system_exit
 from model_check.diagnose.collectives import ranks_text
 from model_check.diagnose.departures import departed_finding
 from model_check.diagnose.evidence import Evidence, RankEvidence
-from model_check.diagnose.exceptions import classify_exception
+from model_check.diagnose.exceptions import classify_exception, port_facts
 from model_check.diagnose.findings import make_finding, waiting_text
 from model_check.diagnose.issues import GroupTable
 from model_check.diagnose.joining import met_the_wrong_members
@@ -191,7 +191,7 @@ def _exception_finding(crash: _Crash, exception: ExceptionEvent, caught: Sequenc
     who = ranks_text(crash.ranks)
     extra: list[str] = []
     fix: list[str] = []
-    facts = facts_of(exception)
+    facts = facts_of(exception) | (port_facts(evidence) if code == "MC103" else {})
     if code in ("MC307", "MC501"):
         account = memory_account(rank, message, on_device=code == "MC501")
         extra = [*memory_facts(account, evidence.plan), *_memory_history(rank)]

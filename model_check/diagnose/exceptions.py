@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from model_check.diagnose.evidence import Evidence
 from model_check.record.error_texts import (
@@ -77,6 +78,10 @@ def classify_exception(error: ExceptionEvent, evidence: Evidence, ranks: Iterabl
     if some_only and torn and _reads_file(error):
         return "MC110", "{who} read a file that another rank was still writing"
     return "MC301", ""
+
+
+def port_facts(evidence: Evidence) -> dict[str, Any]:
+    return {name: value for held in evidence.said(PortHeld) for name, value in held.body().items()}
 
 
 def _port_title(evidence: Evidence) -> str:

@@ -208,9 +208,10 @@ def _guilty_phase(newest: Mapping[int, list[StepTimes]], slowest: int) -> str | 
 
 
 def _hottest(rank: RankEvidence, phase: str | None) -> Frame | None:
-    """The user's line that sampled stacks showed most often."""
-    frames = [d.main.user_frame for d in rank.rank_stacks() if d.main is not None and d.main.user_frame is not None]
-    counted = Counter((f.file, f.line, f.function) for f in frames if f is not None)
+    """The user's line that stacks showed most often; those of a slow start say nothing about the steps."""
+    mains = [dump.main for dump in rank.rank_stacks() if dump.main is not None and dump.t >= rank.step_times[0]]
+    frames = [frame for main in mains if (frame := main.user_frame) is not None]
+    counted = Counter((frame.file, frame.line, frame.function) for frame in frames)
     if phase is None or not counted:
         return None
     (file, line, function), count = counted.most_common(1)[0]

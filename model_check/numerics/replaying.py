@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Call:
         inner = self.module.module if wrapped else self.module
         return getattr(inner, "_orig_mod", inner)
 
-    @property
+    @cached_property
     def learns(self) -> bool:
         """It has parameters; a loss that is written as a module has none, and is looked into like any loss code."""
         return next(self.module.parameters(), None) is not None

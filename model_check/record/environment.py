@@ -29,7 +29,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Environment:
-    """environment.json."""
+    """What may explain a difference between two runs."""
 
     time: float = 0.0  # wall-clock seconds
     host: str = ""

@@ -10,10 +10,12 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from model_check.record.environment import Environment
 from model_check.record.events import KINDS, Event
 from model_check.record.flight import FlightEntry
 from model_check.record.metrics import StepMetrics
 from model_check.record.ring import Crumb
+from model_check.record.run_plan import RunPlan
 from model_check.record.stacks import ProcessStacks
 from model_check.record.verdict import Verdict
 
@@ -34,8 +36,8 @@ key that is missing. Times called `t` are seconds of CLOCK_MONOTONIC, which all 
 
 _FILES = {
     "config.json": "the resolved configuration of `train`, each value with where it came from",
-    "environment.json": "versions, GPUs, cores, memory and environment variables, without secrets",
-    "plan.json": "what the memory of a rank was planned to be, where its GPU is known",
+    "environment.json": "[versions, GPUs, cores, memory and variables](#environment), without secrets",
+    "plan.json": "what the memory of a rank was [planned](#plan) to be, where its GPU is known",
     "blackbox/rank-00000.ring": "the newest records of a rank, in a memory-mapped file that survives SIGKILL",
     "blackbox/rank-00000.sock": "the socket at which a rank answers while its main thread is stuck",
     "events/rank-00000.jsonl": "what happened in a rank: one [event](#events) a line",
@@ -61,6 +63,8 @@ def render_reference() -> str:
     """The whole page."""
     parts = [_INTRODUCTION, *(f"| `{name}` | {meaning} |" for name, meaning in _FILES.items()), ""]
     for title, record in (
+        ("Environment", Environment),
+        ("Plan", RunPlan),
         ("Ring", Crumb),
         ("Stacks", ProcessStacks),
         ("Flight recorder", FlightEntry),

@@ -23,7 +23,7 @@ class PlannedRemedy:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the rules read of it; `cli/fitting.py` writes it, with all that `model-check plan --json` prints."""
+    """What the rules read; the file also has all that `model-check plan --json` prints of one option."""
 
     memory: PlannedMemory = PlannedMemory()
     remedies: tuple[PlannedRemedy, ...] = ()  # the least harmful first

@@ -17,6 +17,18 @@ def test_a_straggler_is_named_by_its_own_time_not_by_the_wall(stage):
     assert finding.severity == "warning" and stage.line(finding) == 30
 
 
+@pytest.mark.parametrize(("after_s", "line"), [(-0.5, 30), (0.5, 77)])
+def test_stacks_of_the_start_say_nothing_about_the_steps(stage, after_s, line):
+    a, b = stage.ranks(2)
+    begun = b.t
+    for _ in range(12):
+        b.step(forward_s=0.060)
+        a.step(wait_s=0.059)
+    for round in (1, 2):
+        b.stack(begun + after_s, round, b.thread(("", 77, "forward")))
+    assert stage.line(stage.first(after=0.1)) == line
+
+
 def test_equal_ranks_have_no_straggler(stage):
     for actor in stage.ranks(2):
         for _ in range(12):

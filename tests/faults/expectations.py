@@ -599,15 +599,15 @@ LONG = frozenset(
         *("skip_by_early_return", "extra_reduce_in_eval", "barrier_rank0_at_end", "barrier_rank0_after_loader"),
         *("zero_consolidate_rank0", "message_left_out", "receive_once_too_often"),
         *("loader_iterable_stuck", "uneven_data_return", "uneven_steps", "eval_batches_differ", "gil_held_regex"),
-        *("lock_taken_twice", "livelock_polling", "write_stuck_pipe", "read_stuck_fifo", "hub_stuck"),
-        *("breakpoint_left", "stuck_sleep_in_forward", "loader_worker_exits"),
+        *("lock_taken_twice", "write_stuck_pipe", "read_stuck_fifo", "hub_stuck"),
+        *("breakpoint_left", "loader_worker_exits"),
         *("swallowed_oom", "swallowed_in_loader", "swallowed_in_caller", "swallowed_by_suppress"),
         *("swallowed_by_retry", "swallowed_epoch", "exception_four_ranks", "exception_in_backward"),
-        *("aborted", "memory_error", "early_exit_hard", "weights_cut_off"),
-        *("straggler_in_bursts", "leak_of_objects", "leak_in_attribute"),
-        *("nan_in_dataset", "root_in_loss", "nan_to_the_end", "norm_in_place", "replica_skips_average"),
+        *("aborted", "memory_error", "early_exit_hard"),
+        *("leak_of_objects", "leak_in_attribute"),
+        *("root_in_loss", "nan_to_the_end", "norm_in_place", "replica_skips_average"),
         *("loss_too_large", "trainer_log_of_zero", "loader_stuck_under_torchrun", "killed_under_torchrun"),
-        *("cache_fills_slowly", "fsdp2_under_torchrun", "builds_index", "scores_text"),
+        *("cache_fills_slowly", "fsdp2_under_torchrun"),
     )
 )
 

@@ -41,6 +41,11 @@ STARTING: dict[str, Entry] = {
             "choose another port: MASTER_PORT=0 lets the system choose under torchrun and model-check",
         ),
         "MASTER_PORT=29500 torchrun …   # twice on one host",
+        facts={
+            "port": "its number",
+            "holder_pid": "the process that listens on it; 0: one of another user",
+            "holder_cmd": "the command of that process",
+        },
     ),
     "MC104": Entry(
         "GPU missing or busy",

@@ -84,7 +84,10 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory(Event, kind="out_of_memory"):
-    """The moment a rank's memory ran out: who held what, in bytes. None: not known."""
+    """The moment a rank's memory ran out: who held what, in bytes. None: not known.
+
+    The file also has `kind`: whether the memory of the `host` or of the `device` ran out.
+    """
 
     rank: int = 0
     step: int = 0
