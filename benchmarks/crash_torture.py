@@ -228,7 +228,7 @@ class Torture:
             if number > 1 and not (self.run_dir / "attempts" / str(number - 1) / "events").is_dir():
                 return {}
             headers = [read_header(self.run_dir / "blackbox" / f"rank-{rank:05d}.ring") for rank in range(self.ranks)]
-            return {rank: header["pid"] for rank, header in enumerate(headers)} if all(headers) else {}
+            return {rank: header.pid for rank, header in enumerate(headers)} if all(headers) else {}
 
         return pids
 
