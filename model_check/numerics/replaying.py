@@ -120,15 +120,19 @@ class Call:
             return True
         return not self.args and not self.kwargs
 
+    def is_sharded(self, *, backward: bool = False) -> bool:
+        """Its parameters are in shards now: running it would call the other ranks, which know nothing of it."""
+        if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
+            return True
+        # FSDP2 leaves parameters gathered between micro-batches; its hooks would still reduce the replay's gradients.
+        wrappers = ("FullyShardedDataParallel", "FSDPModule") if backward else ("FullyShardedDataParallel",)
+        return any(base.__name__ in wrappers for m in self.module.modules() for base in type(m).__mro__)
+
     def why_not_again(self, *, backward: bool = False) -> str:
         """Why the call cannot be run once more by this rank alone; empty: it can."""
         if self.is_gone:
             return "what its forward was given is no longer there"
-        if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
-            return "its parameters are sharded: the other ranks would have to take part"
-        # FSDP2 leaves parameters gathered between micro-batches; its hooks would still reduce the replay's gradients.
-        wrappers = ("FullyShardedDataParallel", "FSDPModule") if backward else ("FullyShardedDataParallel",)
-        if any(base.__name__ in wrappers for m in self.module.modules() for base in type(m).__mro__):
+        if self.is_sharded(backward=backward):
             return "its parameters are sharded: the other ranks would have to take part"
         if _versions(tensors_in(*self.given())) != self.versions:
             return "the script has changed its forward's inputs in place"
@@ -305,6 +309,8 @@ def _backward(module: Any, root: torch.Tensor) -> bool:
 
 def samples_alone(call: Call) -> list[int]:
     """Which samples of the batch give a non-finite output each by itself; none where that cannot be told."""
+    if call.is_sharded():  # by now: after its backward FSDP2 has taken the gathered parameters apart again
+        return []
     args, kwargs = call.given()
     given = list(tensors_in(args, kwargs))
     size = given[0].shape[0] if given and given[0].dim() else 0
