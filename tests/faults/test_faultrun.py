@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def finding(**changes: Any) -> dict[str, Any]:
         "location": f"scripts/{FAULT.path.name}:{line}",
         "evidence": ["the traceback"],
         "fix": ["check the labels"],
+        "cause": None,
+        "facts": {"exception": "ValueError", "message": "label 17 out of range at step 12"},
     }
     return right | changes
 
@@ -40,6 +43,12 @@ def test_a_right_verdict_has_no_problems() -> None:
     assert judged() == []
 
 
+def test_words_a_cause_and_a_tensor_that_are_promised_are_missed() -> None:
+    told = replace(FAULT, says=("label 17",), cause="input", tensor="embed")
+    problems = " ".join(judged(told, title="rank 1 failed", facts=FAULT.facts, evidence=["the traceback"]))
+    assert all(word in problems for word in ("does not say", "cause None instead of 'input'", "tensor"))
+
+
 @pytest.mark.parametrize(
     ("changes", "objection"),
     [
@@ -48,7 +57,8 @@ def test_a_right_verdict_has_no_problems() -> None:
         ({"location": None}, "location"),
         ({"severity": "warning"}, "severity"),
         ({"victims": [0, 1]}, "both guilty and victims"),
-        ({"title": "rank 1 failed"}, "does not say"),
+        ({"facts": {"exception": "KeyError", "message": "label 17 out of range at step 12"}}, "fact exception"),
+        ({"facts": {}}, "fact message"),
         ({"fix": []}, "evidence and a fix"),
         ({"evidence": []}, "evidence and a fix"),
         ({"ranks": [0]}, "root cause no more"),
