@@ -33,7 +33,7 @@ fully_shard(net.left)
 fully_shard(net.right)
 fully_shard(net)
 opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
-for step in range(600):
+for step in range(6000):
     net.swap = rank == 1 and step >= 8
     if rank == 1 and step == 8:
         faultclock.fired()

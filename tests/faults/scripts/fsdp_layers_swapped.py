@@ -28,7 +28,7 @@ for layer in net.layers:
     fully_shard(layer)
 fully_shard(net)
 opt = torch.optim.SGD(net.parameters(), lr=1e-3)
-for step in range(600):
+for step in range(6000):
     if rank == 0 and step == 5:
         net.order = [0, 2, 1, 3]
         faultclock.fired()
