@@ -159,7 +159,7 @@ class _Begun(NamedTuple):
             return cls(stream, _event_on(stream))
 
     def timing(self) -> _Timing:
-        """Of what was issued on the stream since."""
+        """How long the work took that was issued on the stream since the start of this timing."""
         ended = _event_on(self.stream)
         return _Timing(ended.query, lambda: self.event.elapsed_time(ended) / 1e3)
 

@@ -45,7 +45,7 @@ class Limits:
 
 
 def fitting(sizes: Mapping[int, int], room: int) -> list[int]:
-    """Which parts fit into the room together, the largest first; in the order given. `sizes`: bytes by number."""
+    """The numbers of the parts that fit into `room` bytes: takes the largest first, returns them in the order given."""
     chosen = set()
     for index in sorted(sizes, key=lambda index: -sizes[index]):
         if sizes[index] <= room:

@@ -127,7 +127,7 @@ def _one_of(flag: str, choices: Any, said: str) -> Any:
     """The word that was typed, as one of the type's."""
     *most, last = get_args(choices)
     if said not in (*most, last):
-        raise UsageError(f"{flag} {said} is not one of its modes", remedy=f"use {', '.join(most)} or {last}")
+        raise UsageError(f"{flag} does not know the value {said}", remedy=f"use {', '.join(most)} or {last}")
     return said
 
 

@@ -228,7 +228,7 @@ def test_a_foreign_script_imports_in_turn_and_the_gate_is_not_held_while_it_join
 
 def test_an_unknown_way_to_start_is_refused(shell: Shell) -> None:
     done = shell.model_check("run", "--start", "slowly", "script.py")
-    assert done.code == 2 and "--start slowly is not one of its modes; use cold or gate" in done.err
+    assert done.code == 2 and "--start does not know the value slowly; use cold or gate" in done.err
 
 
 COMPILES = """

@@ -102,4 +102,4 @@ class OldLogsRemoved(Event, kind="old_logs_removed"):
 class AddressSpaceLimit(Event, kind="address_space_limit"):
     """The kernel limits the address space of each rank."""
 
-    gb: float = 0.0
+    gb: float = 0.0  # GiB
